@@ -1,0 +1,153 @@
+"""Every error this package raises, as one tree.
+
+    GpuReclaimError
+    ├── BadInput (ValueError)      what was asked makes no sense; nothing was touched
+    │   ├── UnknownHost            no block document of that name
+    │   └── UnknownUnit            systemd does not know the unit
+    ├── TransportError             between here and there
+    │   ├── Unreachable            no session could be opened: nothing was run
+    │   │   ├── HostKeyRefused     unknown or changed host key
+    │   │   └── AccessRefused      the login or sudo was refused
+    │   └── OutcomeUnknown         it may have run, wholly or in part: look before acting again
+    │       ├── LinkLost
+    │       ├── TimedOut
+    │       └── Incomplete         the end marker is missing
+    ├── GuestRefused               the guest is not the one expected, or not fit to be touched
+    │   ├── IdentityMismatch
+    │   ├── GuestLocked
+    │   └── GuestStopped
+    ├── BadAnswer                  a tool answered in a way we do not understand: unknown, never zero
+    ├── CommandFailed              a tool said no
+    └── GpusNotReclaimed           the verdict is not a good one; carries the report
+
+Each says what happened, on which host, and what to do; `result` is what caused it, where there is one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpu_reclaim.commands import Result
+    from gpu_reclaim.models import ReclaimReport
+
+TAIL_LINES = 10
+"""Lines of a tool's own words shown in a message: enough to read the cause, short enough for a UI."""
+
+
+class GpuReclaimError(Exception):
+    """Base of all errors.
+
+    Attributes:
+        message: What happened and where, one or two sentences.
+        remedy: What a person should do now; may be empty.
+        result: The command's result that caused it, if one did.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "", result: Result | None = None) -> None:
+        self.message = message
+        self.remedy = remedy
+        self.result = result
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        """Message, remedy and the last lines the tool wrote."""
+        parts = [self.message]
+        if self.remedy:
+            parts.append(f"What to do: {self.remedy}")
+        if self.result is not None and self.result.words(TAIL_LINES):
+            parts.append(f"It said:\n{self.result.words(TAIL_LINES)}")
+        return "\n".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep keyword arguments through pickling (Prefect pickles exceptions of failed runs)."""
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(
+    kind: type[GpuReclaimError], args: tuple[object, ...], state: dict[str, object]
+) -> GpuReclaimError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class BadInput(GpuReclaimError, ValueError):
+    """What was asked makes no sense; nothing was touched."""
+
+
+class UnknownHost(BadInput):
+    """No block document of that name."""
+
+
+class UnknownUnit(BadInput):
+    """systemd on the host does not know the unit."""
+
+
+class TransportError(GpuReclaimError):
+    """Between here and there."""
+
+
+class Unreachable(TransportError):
+    """No session could be opened: nothing was run."""
+
+
+class HostKeyRefused(Unreachable):
+    """The host key is unknown, changed or revoked. Never passed over for another way in."""
+
+
+class AccessRefused(Unreachable):
+    """The login, or sudo on the far side, was refused."""
+
+
+class OutcomeUnknown(TransportError):
+    """The script may have run, wholly or in part: look before acting again."""
+
+
+class LinkLost(OutcomeUnknown):
+    """The connection ended before the script did."""
+
+
+class TimedOut(OutcomeUnknown):
+    """The script did not end in time. Not a `TimeoutError`, which Prefect reads as a task timeout."""
+
+
+class Incomplete(OutcomeUnknown):
+    """The end marker is missing from what came back."""
+
+
+class GuestRefused(GpuReclaimError):
+    """The guest is not the one expected, or not fit to be touched; nothing was touched."""
+
+
+class IdentityMismatch(GuestRefused):
+    """Another machine answers than the one described."""
+
+
+class GuestLocked(GuestRefused):
+    """Proxmox holds a lock on the guest (backup, migration, snapshot and so on)."""
+
+
+class GuestStopped(GuestRefused):
+    """The guest is not running."""
+
+
+class BadAnswer(GpuReclaimError):
+    """A tool answered in a way we do not understand: unknown, never zero."""
+
+
+class CommandFailed(GpuReclaimError):
+    """A tool said no."""
+
+
+class GpusNotReclaimed(GpuReclaimError):
+    """The verdict is not a good one; whoever needs the GPUs must not start.
+
+    Attributes:
+        report: The whole `ReclaimReport`.
+    """
+
+    def __init__(self, report: ReclaimReport) -> None:
+        self.report = report
+        super().__init__(f"{report.host}: {report.verdict}: {report.summary}", remedy=report.remedy)
