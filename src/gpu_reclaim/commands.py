@@ -27,7 +27,7 @@ REMOTE_SLACK_S = 5
 """Seconds the near side waits longer than the far side, whose own `timeout` should speak first."""
 
 PATHS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Appended to PATH: `pct exec` leaves only /sbin:/bin:/usr/sbin:/usr/bin (pve-container, 2026-06)."""
+"""Appended to PATH, of which `pct exec` leaves little (pve-container, 2026-06)."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Result:
-    """What came back.
+    r"""What came back.
 
     Attributes:
         script: What was asked.
         where: The transport's name.
-        stdout: All of standard output, as text (bytes that are no UTF-8 become `\\xNN`).
+        stdout: All of standard output, as text (bytes that are no UTF-8 become `\xNN`).
         stderr: All of standard error.
         exit_code: Of the far side's command, or None where it gave none.
         sections: The marked sections, once `unframe` has found them.
@@ -186,7 +186,9 @@ def unframe(framed: Framed, raw: Result) -> Result:
         raise _mismatch(framed.guard, refused[1], printable(refused[2]), raw)
     if f"\n{mark} end\n" not in f"\n{raw.stdout}\n":
         raise _unfinished(framed.script, raw)
-    found = re.findall(rf"^{mark} section (\S+)\n(.*?)\n{mark} code (\d+)$", raw.stdout, re.M | re.S)
+    found = re.findall(
+        rf"^{mark} section ([^\n]+)\n(.*?)\n{mark} code (\d+)$", raw.stdout, re.M | re.S
+    )
     sections = {name: Section(text, int(code)) for name, text, code in found}
     return Result(
         raw.script, raw.where, raw.stdout, raw.stderr, raw.exit_code, sections, raw.seconds

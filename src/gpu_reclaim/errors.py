@@ -16,11 +16,11 @@
     │   ├── IdentityMismatch
     │   ├── GuestLocked
     │   └── GuestStopped
-    ├── BadAnswer                  a tool answered in a way we do not understand: unknown, never zero
+    ├── BadAnswer                  a tool answers what we do not understand: unknown, not zero
     ├── CommandFailed              a tool said no
     └── GpusNotReclaimed           the verdict is not a good one; carries the report
 
-Each says what happened, on which host, and what to do; `result` is what caused it, where there is one.
+Each says what happened, on which host, and what to do; `result` is what caused it, if one did.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpu_reclaim.models import ReclaimReport
 
 TAIL_LINES = 10
-"""Lines of a tool's own words shown in a message: enough to read the cause, short enough for a UI."""
+"""Lines of a tool's own words shown in a message: enough for the cause, short enough for a UI."""
 
 
 class GpuReclaimError(Exception):
@@ -110,7 +110,7 @@ class LinkLost(OutcomeUnknown):
 
 
 class TimedOut(OutcomeUnknown):
-    """The script did not end in time. Not a `TimeoutError`, which Prefect reads as a task timeout."""
+    """The script did not end in time; a `TimeoutError` would read as Prefect's task timeout."""
 
 
 class Incomplete(OutcomeUnknown):

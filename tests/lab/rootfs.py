@@ -52,12 +52,21 @@ def _key() -> str:
 def _build(root: Path) -> None:
     """Builds beside the final place and renames at the end: a folder called root is complete."""
     partial = root.with_name("partial")
+    _release_mounts(partial)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     include = "--include=" + ",".join(PACKAGES)
     run(["debootstrap", "--variant=minbase", include, SUITE, str(partial)], timeout=900)
     _trim(partial)
     partial.rename(root)
+
+
+def _release_mounts(folder: Path) -> None:
+    """Unmounts what a killed debootstrap left mounted, before its files are removed."""
+    for line in reversed(Path("/proc/mounts").read_text().splitlines()):
+        place = line.split()[1]
+        if place.startswith(f"{folder}/"):
+            run(["umount", place])
 
 
 def _trim(root: Path) -> None:

@@ -22,7 +22,12 @@ def run(argv: Sequence[str], *, timeout: float = 60, check: bool = True) -> str:
     """
     try:
         done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+            argv,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LabError(f"{argv[0]}: {error}") from error

@@ -1,231 +1,249 @@
 #!/usr/bin/python3 -IS
-"""A stand-in for nvidia-smi: memory is charged to processes that really hold a device node now.
+"""A stand-in for nvidia-smi: the options and the output of driver 590, nothing else.
 
-Where it looks, each with an environment variable of its own:
-
-    GPU_LAB_DEV    the folder with nvidia0..N (default /dev; regular files will do)
-    GPU_LAB_STATE  the folder with the files that change its behaviour (default /run/gpu-lab)
-    GPU_LAB_PROC   the process table (default STATE/proc where there is one, else /proc; the lab
-                   mounts its host's there, because a GPU's memory counts across all guests)
-
-Files in the state folder, all optional:
-
-    mem/PID   MiB charged to that holder: one number for each GPU held, or "gpu mib" lines
-    lag       seconds for which memory stays after a call first sees its holder gone
-    stuck     "gpu mib" lines: memory in use with no holder
-    override  "gpu field value" lines, e.g. "2 memory.used [N/A]"
-    missing   GPU indexes whose rows are left out
-    apps      real (default) | none | hostpids: what --query-compute-apps lists
-    delay     seconds that each call takes
-    fail      "rc text": exit with rc, print only the text
-    calls     written: one line for each call, "monotonic_ns <TAB> argv <TAB> MiB used by GPU"
-    ledger    written, while there is a lag: who was seen with how much
-
-No imports beyond what starts in a few milliseconds: it is called in tight polling loops.
+What it reports and which files change it is described in gpu_charges.py, which lies beside it.
+The output's form follows captures of the real tool.
 """
 
-import fcntl
+# pathlib alone takes longer to import than this whole program to run.
+# ruff: noqa: PTH120
+
 import os
 import sys
 import time
 
-DEV = os.environ.get("GPU_LAB_DEV", "/dev")
-STATE = os.environ.get("GPU_LAB_STATE", "/run/gpu-lab")
-PROC = os.environ.get("GPU_LAB_PROC") or (
-    STATE + "/proc" if os.path.exists(STATE + "/proc/self") else "/proc"
-)
-DRIVER = "590.48.01"
+# An isolated interpreter does not look into the script's own folder.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from lab.guest import gpu_charges as gpus
+else:
+    import gpu_charges as gpus
+
+DRIVER, CUDA = "590.48.01", "13.1"
 NAME = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
-TOTAL, RESERVED, DEFAULT_CHARGE = 97887, 637, 1024
-FREE_RIDERS = ("nvidia-persistenced", "nvidia-smi")
-UNITS = {"memory.total": "MiB", "memory.used": "MiB", "memory.free": "MiB"} | {
-    "memory.reserved": "MiB",
-    "utilization.gpu": "%",
-    "used_gpu_memory": "MiB",
-}
-ALIASES = {"gpu_uuid": "uuid", "used_memory": "used_gpu_memory", "gpu_name": "name"} | {
-    "gpu_bus_id": "pci.bus_id"
-}
 UUIDS = (
     "GPU-5d0c1b7e-3f52-4c1a-9a60-0b8e3c6f1a01",
     "GPU-8a4e9d20-71bb-4d0e-8f3c-2c97d5e4b702",
     "GPU-c3f6a815-0e9d-4b27-b1d4-6a50f8c2e903",
     "GPU-e17b2c94-a6d8-4f35-8c0e-9d43b7a6f504",
 )
-Holders = dict[tuple[str, int], dict[int, int]]
+ALIASES = {
+    "gpu_uuid": "uuid",
+    "gpu_name": "name",
+    "gpu_bus_id": "pci.bus_id",
+    "gpu_serial": "serial",
+    "used_memory": "used_gpu_memory",
+}
+NO_DRIVER = (
+    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
+    "Make sure that the latest NVIDIA driver is installed and running.\n"
+)
+Row = dict[str, str]
 
 
-def state(name: str) -> str:
-    """Returns a state file's text, stripped; empty where there is none."""
-    try:
-        with open(f"{STATE}/{name}", encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+class AnswerError(Exception):
+    """Ends the call with a message and an exit code."""
+
+    def __init__(self, code: int, text: str) -> None:
+        """Keeps the exit code and the text to print."""
+        super().__init__(text)
+        self.code = code
+        self.text = text
 
 
-def node_ids() -> dict[int, tuple[int, int]]:
-    """Returns each GPU's device node as (st_dev, st_ino), by GPU index."""
-    found = {}
-    for index in range(len(UUIDS)):
-        try:
-            status = os.stat(f"{DEV}/nvidia{index}")
-        except OSError:
+def timestamp() -> str:
+    """Returns the time as nvidia-smi prints it, to the millisecond."""
+    now = time.time()
+    return time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(now)) + f".{int(now % 1 * 1000):03}"
+
+
+def gpu_row(index: int, mib: int) -> Row:
+    """Returns one GPU's values, with units."""
+    return {
+        "timestamp": timestamp(),
+        "index": str(index),
+        "count": str(len(gpus.node_ids())),
+        "name": NAME,
+        "uuid": UUIDS[index],
+        "serial": f"17930240000{index:02}",
+        "pci.bus_id": f"00000000:{index + 1:02X}:00.0",
+        "driver_version": DRIVER,
+        "memory.total": f"{gpus.TOTAL} MiB",
+        "memory.reserved": f"{gpus.RESERVED} MiB",
+        "memory.used": f"{mib} MiB",
+        "memory.free": f"{gpus.TOTAL - gpus.RESERVED - mib} MiB",
+        "utilization.gpu": "0 %",
+        "mig.mode.current": "Disabled",
+        "mig.mode.pending": "Disabled",
+        "persistence_mode": "Enabled",
+        "compute_mode": "Default",
+        "pstate": "P8" if mib == 0 else "P0",
+        "gpu_recovery_action": "None",
+    }
+
+
+def gpu_rows(sums: dict[int, int]) -> list[Row]:
+    """Returns the rows of all GPUs that are to be seen, with what a test overrides."""
+    missing = gpus.state("missing").replace(",", " ").split()
+    rows = {str(gpu): gpu_row(gpu, mib) for gpu, mib in sums.items() if str(gpu) not in missing}
+    for line in gpus.state("override").splitlines():
+        index, field, value = line.split(None, 2)
+        if index in rows:
+            rows[index][ALIASES.get(field, field)] = value
+    return list(rows.values())
+
+
+def app_rows(found: gpus.Holders, rows: list[Row]) -> list[Row]:
+    """Returns the rows of the processes that compute on the given GPUs."""
+    listed = []
+    kind = gpus.state("apps") or "real"
+    for (pid, _), charged in sorted(found.items(), key=lambda item: int(item[0][0])):
+        shown = pid if kind == "hostpids" else gpus.own_pid(pid)
+        if kind == "none" or shown is None:
             continue
-        found[index] = (status.st_dev, status.st_ino)
+        extra = {"pid": shown, "process_name": gpus.title(pid) or "[Not Found]"}
+        for row in rows:
+            mib = charged.get(int(row["index"]), 0)
+            if mib:
+                listed.append({**row, **extra, "used_gpu_memory": f"{mib} MiB"})
+    return listed
+
+
+def table(rows: list[Row], fields: str, layout: str, known: set[str]) -> str:
+    """Returns a CSV table as --query-gpu and --query-compute-apps print it."""
+    options = layout.split(",")
+    if "csv" not in options:
+        raise AnswerError(2, '"--format=" switch is missing its value. It must contain "csv".\n')
+    names = [name.strip() for name in fields.split(",")]
+    for name in names:
+        if ALIASES.get(name, name) not in known:
+            raise AnswerError(2, f'Field "{name}" is not a valid field to query.\n\n')
+    lines = [[row[ALIASES.get(name, name)] for name in names] for row in rows]
+    if "nounits" in options:
+        lines = [[bare(value) for value in line] for line in lines]
+    if "noheader" not in options:
+        lines.insert(0, [headed(name, "nounits" not in options) for name in names])
+    return "".join(", ".join(line) + "\n" for line in lines)
+
+
+def bare(value: str) -> str:
+    """Returns a value without its unit."""
+    return value.removesuffix(" MiB").removesuffix(" %")
+
+
+def headed(name: str, units: bool) -> str:
+    """Returns a column's header: used_memory goes by its main name, as for real."""
+    name = "used_gpu_memory" if name == "used_memory" else name
+    memory = name.startswith("memory.") or name == "used_gpu_memory"
+    unit = " [MiB]" if memory else " [%]" if name.startswith("utilization.") else ""
+    return name + (unit if units else "")
+
+
+def selected(rows: list[Row], wanted: str) -> list[Row]:
+    """Returns the rows named by -i: indexes, UUIDs or bus addresses."""
+    found = []
+    for word in wanted.split(","):
+        match = [row for row in rows if word in (row["index"], row["uuid"], row["pci.bus_id"])]
+        if not match:
+            raise AnswerError(6, "No devices were found\n")
+        found += match
     return found
 
 
-def gpu_of(link: str, path: str, nodes: dict[int, tuple[int, int]]) -> int | None:
-    """Says which GPU an open file is: by inode (bind mounts), else by name (unlinked nodes)."""
-    name = link.removesuffix(" (deleted)").rpartition("/")[2]
-    if not name.startswith("nvidia"):
-        return None
+def overview(rows: list[Row], apps: list[Row]) -> str:
+    """Returns what nvidia-smi prints without arguments."""
+    rule = "+" + "-" * 41 + "+" + "-" * 24 + "+" + "-" * 22 + "+\n"
+    wide = "+" + "-" * 89 + "+\n"
+    versions = f"NVIDIA-SMI {DRIVER:<22} Driver Version: {DRIVER:<14} CUDA Version: {CUDA:<8}"
+    text = time.strftime("%a %b %e %H:%M:%S %Y       \n") + wide + f"| {versions} |\n" + rule
+    text += f"| GPU  Name{'Persistence-M ':>31}| {'Bus-Id          Disp.A ':<23}"
+    text += f"| Volatile Uncorr. ECC |\n| {'Fan  Temp   Perf          Pwr:Usage/Cap ':<40}"
+    text += f"|{'Memory-Usage ':>24}| GPU-Util  Compute M. |\n"
+    text += f"|{'':41}|{'':24}|{'MIG M. ':>22}|\n"
+    text += "|" + rule.replace("-", "=")[1:-2] + "|\n"
+    text += "".join(board(row) + rule for row in rows) + "\n" + wide + f"| {'Processes:':<88}|\n"
+    text += f"|  {'GPU   GI   CI              PID   Type   Process name':<76}GPU Memory |\n"
+    text += f"|  {'      ID   ID':<76}Usage      |\n|" + "=" * 89 + "|\n"
+    for app in apps:
+        mib = app["used_gpu_memory"].replace(" ", "")
+        text += f"|{app['index']:>5}   N/A  N/A {app['pid']:>15}      C   "
+        text += f"{app['process_name'][:36]:<36}{mib:>10} |\n"
+    return text + ("" if apps else f"|  {'No running processes found':<87}|\n") + wide
+
+
+def board(row: Row) -> str:
+    """Returns a GPU's three lines in the overview."""
+    name = row["name"] if len(row["name"]) <= 27 else row["name"][:24] + "..."
+    memory = f"{row['memory.used'].replace(' ', '')} / {row['memory.total'].replace(' ', ''):>9}"
+    first = f"|{row['index']:>4}  {name:<27}{'On':>7} |   {row['pci.bus_id']} Off |{'0 ':>22}|\n"
+    load = f"{row['utilization.gpu'].replace(' ', ''):>8}      {row['compute_mode']:>7} "
+    second = f"| N/A   30C    {row['pstate']}             32W /  600W | {memory:>22} |{load:>22}|\n"
+    return first + second + f"|{'':41}|{'':24}|{row['mig.mode.current'] + ' ':>22}|\n"
+
+
+def listing(rows: list[Row]) -> str:
+    """Returns what -L prints."""
+    return "".join(f"GPU {row['index']}: {row['name']} (UUID: {row['uuid']})\n" for row in rows)
+
+
+def parse(argv: list[str]) -> dict[str, str]:
+    """Returns the options, each with its value, which may be the next word."""
+    options: dict[str, str] = {}
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in ("--query-gpu", "--query-compute-apps", "--format", "-i", "--id"):
+            options["-i" if name == "--id" else name] = value if equals else next(words, "")
+        elif name in ("-L", "--list-gpus", "--version"):
+            options["-L" if name == "--list-gpus" else name] = ""
+        else:
+            raise AnswerError(2, f"Invalid combination of input arguments: {word}\n")
+    return options
+
+
+def answer(options: dict[str, str], found: gpus.Holders, sums: dict[int, int]) -> str:
+    """Returns what the call prints."""
+    failure = gpus.state("fail")
+    if failure:
+        code, _, text = failure.partition(" ")
+        raise AnswerError(int(code), text + "\n")
+    if not sums:
+        raise AnswerError(9, NO_DRIVER)
+    if "--version" in options:
+        short = DRIVER.rpartition(".")[0]
+        versions = [("NVIDIA-SMI", DRIVER), ("NVML", short), ("DRIVER", DRIVER)]
+        lines = [f"{name + ' version':<20}: {value}\n" for name, value in versions]
+        return "".join([*lines, f"CUDA Version        : {CUDA}\n"])
+    rows = gpu_rows(sums)
+    rows = selected(rows, options["-i"]) if "-i" in options else rows
+    if "-L" in options:
+        return listing(rows)
+    known = set(gpu_row(0, 0))
+    if "--query-gpu" in options:
+        return table(rows, options["--query-gpu"], options.get("--format", ""), known)
+    apps = app_rows(found, rows)
+    if "--query-compute-apps" in options:
+        known |= {"pid", "process_name", "used_gpu_memory"}
+        return table(apps, options["--query-compute-apps"], options.get("--format", ""), known)
+    return overview(rows, apps)
+
+
+def main(argv: list[str]) -> int:
+    """Answers one call and writes it down; the exit code is the real tool's."""
+    time.sleep(float(gpus.state("delay") or 0))
+    nodes = gpus.node_ids()
+    found = gpus.holders(nodes)
+    sums = gpus.used(found, nodes)
+    gpus.record(argv, sums)
     try:
-        status = os.stat(path)
-    except OSError:
-        status = None
-    for index, ids in nodes.items():
-        same = status is not None and (status.st_dev, status.st_ino) == ids
-        if same or link.removesuffix(" (deleted)") == f"{DEV}/nvidia{index}":
-            return index
-    return None
+        print(answer(parse(argv), found, sums), end="")
+    except AnswerError as stop:
+        print(stop.text, end="")
+        return stop.code
+    return 0
 
 
-def opened(task: str, nodes: dict[int, tuple[int, int]]) -> set[int]:
-    """Returns the GPUs for which a task has an open descriptor."""
-    found = set()
-    try:
-        for entry in os.listdir(task + "/fd"):
-            path = f"{task}/fd/{entry}"
-            index = gpu_of(os.readlink(path), path, nodes)
-            if index is not None:
-                found.add(index)
-    except OSError:
-        pass  # gone, or not ours to see: the real driver would know, this stand-in does not
-    return found
-
-
-def mapped(task: str, nodes: dict[int, tuple[int, int]]) -> set[int]:
-    """Returns the GPUs of which a task has a mapping; a descriptor may be closed by then."""
-    found = set()
-    try:
-        with open(task + "/maps", errors="replace", encoding="utf-8") as file:
-            lines = [line for line in file if "/nvidia" in line]
-    except OSError:
-        return found
-    for line in lines:
-        fields = line.rstrip("\n").split(None, 5)
-        for index, (_, inode) in nodes.items():
-            # The path settles it, not the inode alone: inode numbers repeat between file systems.
-            link = fields[5].removesuffix(" (deleted)")
-            named = link.endswith(f"/nvidia{index}")
-            if link == f"{DEV}/nvidia{index}" or (named and int(fields[4]) == inode):
-                found.add(index)
-    return found
-
-
-def tasks(process: str) -> list[str]:
-    """Returns the folders to look into: the threads' too, where the main thread has ended."""
-    try:
-        with open(process + "/stat", errors="replace", encoding="utf-8") as file:
-            ended = file.read().rpartition(")")[2].split()[0] == "Z"
-        if ended:
-            return [f"{process}/task/{tid}" for tid in os.listdir(process + "/task")]
-    except OSError:
-        return []
-    return [process]
-
-
-def title(pid: str) -> str:
-    """Returns the first word of a process's command line, else its short name."""
-    try:
-        with open(f"{PROC}/{pid}/cmdline", errors="replace", encoding="utf-8") as file:
-            first = file.read().split("\0")[0]
-        with open(f"{PROC}/{pid}/comm", errors="replace", encoding="utf-8") as file:
-            return first or file.read().strip()
-    except OSError:
-        return ""
-
-
-def namespace_pid(pid: str) -> str:
-    """Returns a process's PID in its own, innermost namespace."""
-    try:
-        with open(f"{PROC}/{pid}/status", errors="replace", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("NSpid:"):
-                    return line.split()[-1]
-    except OSError:
-        pass
-    return pid
-
-
-def charges(pid: str, gpus: set[int]) -> dict[int, int]:
-    """Returns the MiB charged to a holder for each GPU it holds."""
-    try:
-        executable = os.path.basename(os.readlink(f"{PROC}/{pid}/exe"))
-    except OSError:
-        executable = ""
-    if {executable, os.path.basename(title(pid))} & set(FREE_RIDERS):
-        return {}
-    # Read through the holder's own root: another guest counts its PIDs for itself.
-    inner = namespace_pid(pid)
-    for path in (f"{PROC}/{pid}/root{STATE}/mem/{inner}", f"{STATE}/mem/{inner}"):
-        try:
-            with open(path, encoding="utf-8") as file:
-                words = file.read().replace(":", " ").split()
-        except OSError:
-            continue
-        if len(words) == 1:
-            return dict.fromkeys(gpus, int(words[0]))
-        given = {int(gpu): int(mib) for gpu, mib in zip(words[::2], words[1::2], strict=True)}
-        return {gpu: given.get(gpu, 0) for gpu in gpus}
-    return dict.fromkeys(gpus, DEFAULT_CHARGE)
-
-
-def start_time(pid: str) -> int:
-    """Returns a process's start in clock ticks after boot; 0 where it is gone."""
-    try:
-        with open(f"{PROC}/{pid}/stat", errors="replace", encoding="utf-8") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0
-
-
-def holders(nodes: dict[int, tuple[int, int]]) -> Holders:
-    """Returns every charged holder, as (PID in PROC, start time) -> {GPU: MiB}."""
-    found: Holders = {}
-    for pid in os.listdir(PROC):
-        if not pid.isdigit():
-            continue
-        gpus: set[int] = set()
-        for task in tasks(f"{PROC}/{pid}"):
-            gpus |= opened(task, nodes) | mapped(task, nodes)
-        charged = charges(pid, gpus) if gpus else {}
-        if charged:
-            found[pid, start_time(pid)] = charged
-    return found
-
-
-def lingering(current: Holders) -> list[tuple[int, int]]:
-    """Returns (GPU, MiB) still in use by holders that have gone, and keeps the ledger."""
-    lag = float(state("lag") or 0)
-    if not lag:
-        return []
-    now = time.monotonic()
-    with open(STATE + "/ledger", "a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        known = {tuple(line.split()[:3]): line.split()[3:] for line in file}
-        for (pid, start), charged in current.items():
-            for gpu, mib in charged.items():
-                known[pid, str(start), str(gpu)] = [str(mib), "-"]
-        kept = []
-        for (pid, start, gpu), (mib, gone) in known.items():
-            held = (pid, int(start)) in current and int(gpu) in current[pid, int(start)]
-            since = "-" if held else str(now) if gone == "-" else gone
-            if since == "-" or now - float(since) < lag:
-                kept.append((pid, start, gpu, mib, since))
-        file.truncate(0)
-        file.writelines(" ".join(entry) + "\n" for entry in kept)
-    return [(int(gpu), int(mib)) for _, _, gpu, mib, since in kept if since != "-"]
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

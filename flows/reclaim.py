@@ -1,0 +1,60 @@
+"""Free the GPUs of one host, and prove it."""
+
+from __future__ import annotations
+
+from gpu_reclaim.tasks import (
+    fuser_release,
+    proxmox_exec_kill,
+    settle,
+    stop_systemd,
+    survey,
+    verify_nvidia_smi,
+)
+from gpu_reclaim.tasks._host import DEFAULT_POLICY, open_host
+from gpu_reclaim.tasks.artifacts import show_report
+from prefect import flow
+
+from gpu_reclaim.errors import GpusNotReclaimed
+from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
+from gpu_reclaim.reclaim import Record, accept, check_policy, conclude, plan, verdicts
+
+
+@flow(name="reclaim-gpus", flow_run_name="reclaim-{host}", persist_result=False)
+def reclaim_gpus(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> ReclaimReport:
+    """Free the GPUs of a host: stop its units, end who is left, wait, and prove it.
+
+    Args:
+        host: Name of the GpuHost block document.
+        policy: What may be done, and how long it may take.
+
+    Returns:
+        The report, with verdict clean, residue or planned.
+
+    Raises:
+        BadInput: What was asked makes no sense; nothing was touched.
+        GpusNotReclaimed: For every other verdict; it carries the report.
+    """
+    check_policy(policy)
+    with open_host(host, policy.via) as session:
+        record = Record(session, policy)
+        try:
+            with verdicts(record):
+                report = _reclaim(host, policy, record)
+        except GpusNotReclaimed as refused:
+            show_report(refused.report)
+            raise
+        show_report(report)
+        return accept(report)
+
+
+def _reclaim(host: str, policy: ReclaimPolicy, record: Record) -> ReclaimReport:
+    before = survey(host, policy)
+    record.surveyed(before)
+    if policy.mode == "plan":
+        return plan(record)
+    record.did(stop_systemd(host, policy, before.units))
+    record.did(proxmox_exec_kill(host, policy))
+    record.did(fuser_release(host, policy))
+    record.did(settle(host, policy))
+    record.verified(verify_nvidia_smi(host, policy))
+    return conclude(record)

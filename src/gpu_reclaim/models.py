@@ -1,0 +1,348 @@
+"""The values that travel between steps, and the report: plain pydantic models, no behaviour."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Via = Literal["auto", "ssh", "hypervisor"]
+
+
+class Verdict(StrEnum):
+    """How a reclaim ended. The names are a stable contract for automations: never rename one."""
+
+    CLEAN = "clean"
+    RESIDUE = "residue"
+    PLANNED = "planned"
+    HELD_BY_PROTECTED = "held_by_protected"
+    HELD_BY_OTHER_GUEST = "held_by_other_guest"
+    HELD_UNSEEN = "held_unseen"
+    UNKILLABLE = "unkillable"
+    ZOMBIE = "zombie"
+    RESPAWNED = "respawned"
+    GPU_MISSING = "gpu_missing"
+    DRIVER_FAULT = "driver_fault"
+    IDENTITY_MISMATCH = "identity_mismatch"
+    GUEST_LOCKED = "guest_locked"
+    GUEST_STOPPED = "guest_stopped"
+    UNREACHABLE = "unreachable"
+    UNKNOWN = "unknown"
+
+
+GOOD_VERDICTS = frozenset({Verdict.CLEAN, Verdict.RESIDUE, Verdict.PLANNED})
+"""Verdicts with which `reclaim_gpus` returns; with every other one it raises."""
+
+
+class ReclaimPolicy(BaseModel):
+    """What a reclaim may do, and how long it may take."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["reclaim", "plan"] = Field(
+        default="reclaim",
+        title="Mode",
+        description="reclaim frees the GPUs; plan only says what would be done.",
+    )
+    gpus: list[Annotated[int, Field(ge=0, le=1023)]] = Field(
+        default=[], title="GPUs", description="Indexes of the wanted GPUs. Empty: all of the host."
+    )
+    match: list[str] = Field(
+        default=[],
+        title="Match",
+        description="Regular expressions for processes to end although they hold no GPU, matched "
+        "against executable, title and command line. Protected processes are never ended.",
+    )
+    protect: list[str] = Field(
+        default=[],
+        title="Protect",
+        description="Executables, process names or units never to be signalled or stopped, with "
+        "wildcards, for example ollama*. Adds to the host's and the built-in list.",
+    )
+    term_grace_s: float = Field(
+        default=5,
+        ge=0,
+        le=600,
+        title="Term grace (s)",
+        description="Seconds between TERM and KILL.",
+    )
+    settle_timeout_s: float = Field(
+        default=60,
+        ge=0,
+        le=3600,
+        title="Settle time limit (s)",
+        description="Longest wait for GPU memory to be released, in seconds.",
+    )
+    stable_samples: int = Field(
+        default=3,
+        ge=1,
+        le=100,
+        title="Stable samples",
+        description="Readings in a row that must show the GPUs free.",
+    )
+    residue_mib: int = Field(
+        default=100,
+        ge=0,
+        le=1_000_000,
+        title="Residue (MiB)",
+        description="Memory per GPU that may remain in use with nobody holding it, in MiB.",
+    )
+    strict_zero: bool = Field(
+        default=False, title="Strict zero", description="Refuse any residue above 0 MiB."
+    )
+    via: Via = Field(
+        default="auto",
+        title="Via",
+        description="How the host is reached: its own SSH, its hypervisor, or whichever answers.",
+    )
+    approve: bool = Field(
+        default=False, title="Approve", description="Ask a person before anything is touched."
+    )
+    hold_minutes: float = Field(
+        default=0,
+        ge=0,
+        le=10_080,
+        title="Hold (minutes)",
+        description="How long nobody else may start GPU work afterwards. 0: no hold.",
+    )
+
+    @field_validator("match")
+    @classmethod
+    def _regexes(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            if not pattern.strip():
+                raise ValueError("match: an empty pattern would match every process")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"match: {pattern!r} is no regular expression: {error}") from error
+        return patterns
+
+    @field_validator("protect")
+    @classmethod
+    def _names(cls, names: list[str]) -> list[str]:
+        if any(not name.strip() for name in names):
+            raise ValueError("protect: an empty name protects nothing; remove it")
+        return names
+
+
+class Gpu(BaseModel):
+    """One GPU as nvidia-smi reads it; memory in MiB, None where it gave no number."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_used_mib: int | None
+    memory_total_mib: int | None
+    note: str = ""
+
+
+class GpuApp(BaseModel):
+    """A compute process as nvidia-smi lists it. Its pid may belong to another namespace."""
+
+    gpu_uuid: str
+    pid: int
+    memory_used_mib: int | None
+
+
+class GpuReading(BaseModel):
+    """What nvidia-smi said.
+
+    Attributes:
+        gpus: The rows, by index.
+        apps: The compute processes, where they were asked for.
+        problem: Why the rows cannot be trusted (missing tool, exit status, text); empty when fine.
+    """
+
+    gpus: list[Gpu] = []
+    apps: list[GpuApp] = []
+    problem: str = ""
+
+
+class Process(BaseModel):
+    """One process, by identity: (host, PID namespace, pid, start time).
+
+    Attributes:
+        start_time: Clock ticks after boot (field 22 of /proc/PID/stat).
+        state: Letter of /proc/PID/stat (R, S, D, Z, T and so on).
+        exe: The executable's path; empty where it could not be read.
+        name: For people: title, or program and script; never further arguments.
+        command_line: Everything, for matching; left out of dumps and representations.
+        cgroups: Control group paths, without the hierarchy's name.
+        devices: Paths of NVIDIA device nodes it holds, with `fd` or `map` as the way.
+    """
+
+    pid: int
+    start_time: int
+    ppid: int = 0
+    state: str = ""
+    exe: str = ""
+    comm: str = ""
+    name: str = ""
+    command_line: str = Field(default="", exclude=True, repr=False)
+    cgroups: list[str] = []
+    devices: list[str] = []
+
+
+class ProcessTable(BaseModel):
+    """What was seen in /proc.
+
+    Attributes:
+        pid_namespace: As /proc/self/ns/pid names it, for example `pid:[4026532201]`.
+        ourselves: Our own shell on the host and its ancestors.
+        processes: Holders, members of the asked units' control groups, and, if asked, all others.
+        uninspected: Processes whose descriptors could not be read.
+        fuser_only: Pids that fuser named and the scan did not confirm.
+    """
+
+    pid_namespace: str = ""
+    ourselves: list[int] = []
+    processes: list[Process] = []
+    uninspected: list[int] = []
+    fuser_only: list[int] = []
+
+    @property
+    def holders(self) -> list[Process]:
+        """Processes that hold an NVIDIA device."""
+        return [process for process in self.processes if process.devices]
+
+
+class UnitState(BaseModel):
+    """A systemd unit, from `systemctl show`; the stop time limit in seconds, 0 for none."""
+
+    name: str
+    names: list[str] = []
+    load_state: str
+    active_state: str
+    sub_state: str = ""
+    triggered_by: list[str] = []
+    control_group: str = ""
+    stop_timeout_s: float = 0
+    can_stop: bool = True
+
+    @property
+    def active(self) -> bool:
+        """It runs, or systemd is about to run it again."""
+        return self.active_state not in ("inactive", "failed")
+
+
+class Owner(BaseModel):
+    """What a process belongs to."""
+
+    kind: Literal["unit", "user unit", "guest", "container", "scope", "session", "none"]
+    name: str = ""
+
+    def __str__(self) -> str:
+        """For example `unit sglang.service`."""
+        return f"{self.kind} {self.name}".strip()
+
+
+class Step(BaseModel):
+    """One step of a reclaim; `via` is the transport's name, empty where it was not needed."""
+
+    name: str
+    via: str = ""
+    attempts: int = 1
+    seconds: float = 0
+
+
+class Survey(BaseModel):
+    """All that one look read.
+
+    Attributes:
+        other_guests: Where else holders are (`guest 130`, `the node itself`) to who they are;
+            filled only when the node was asked.
+    """
+
+    host: str
+    step: Step
+    hostname: str = ""
+    machine_id: str = ""
+    reading: GpuReading = GpuReading()
+    units: list[UnitState] = []
+    table: ProcessTable = ProcessTable()
+    other_guests: dict[str, list[str]] = {}
+
+
+class Ended(BaseModel):
+    """A process that was ended, or that we tried to end.
+
+    Attributes:
+        signal: The last signal it was sent; empty when it was gone before.
+        outcome: ended, gone (before us), changed (another process had its pid), denied, or its
+            state letter after KILL.
+        wchan: Where in the kernel it waits, if it is still there.
+    """
+
+    pid: int
+    start_time: int
+    name: str
+    owner: str
+    signal: str
+    via: str
+    outcome: str = "ended"
+    devices: list[str] = []
+    wchan: str = ""
+
+
+class Spared(BaseModel):
+    """A process that was looked at and left alone, and why."""
+
+    pid: int
+    name: str
+    owner: str
+    reason: str
+    devices: list[str] = []
+
+
+class StoppedUnit(BaseModel):
+    """A unit that was stopped, with the sockets, timers and paths stopped before it."""
+
+    unit: str
+    triggered_by: list[str] = []
+
+
+class Outcome(BaseModel):
+    """What a step did."""
+
+    step: Step
+    stopped: list[StoppedUnit] = []
+    ended: list[Ended] = []
+    spared: list[Spared] = []
+    note: str = ""
+
+
+class Sample(BaseModel):
+    """One reading of `settle`: memory in MiB by GPU index, and the unprotected holders."""
+
+    seconds: float
+    memory_mib: dict[int, int | None]
+    holders: list[str]
+    problem: str = ""
+
+
+class Settled(BaseModel):
+    """How the wait for free GPUs went; `free` is False when it ended for another reason."""
+
+    step: Step
+    free: bool
+    reason: str
+    samples: list[Sample] = []
+
+
+class ReclaimReport(BaseModel):
+    """What a reclaim found, did and proved."""
+
+    host: str
+    verdict: Verdict
+    summary: str
+    remedy: str = ""
+    gpus_before: list[Gpu] = []
+    gpus_after: list[Gpu] = []
+    stopped: list[StoppedUnit] = []
+    ended: list[Ended] = []
+    spared: list[Spared] = []
+    steps: list[Step] = []
+    seconds: float = 0

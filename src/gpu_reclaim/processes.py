@@ -1,0 +1,253 @@
+"""Looking through /proc: who holds NVIDIA devices, who belongs to a control group.
+
+Holders are found by device number, through descriptors and mappings. Link texts only choose what is
+worth a `stat`: following every descriptor would hang on a dead network file system. Needs a POSIX
+shell, find, stat, grep, sed, sort, xargs and tr, of GNU or busybox; no awk, no ps, no python.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpu_reclaim.commands import Result, Section, printable
+from gpu_reclaim.errors import BadAnswer
+from gpu_reclaim.models import Process, ProcessTable
+
+NVIDIA_MAJOR = 195
+"""Character major of nvidia0.., nvidiactl and nvidia-modeset (Linux, devices.txt)."""
+
+
+@dataclass(frozen=True)
+class DeviceSet:
+    """Which files count as GPU devices.
+
+    Attributes:
+        majors: Character device majors that always count.
+        driver_names: A major that /proc/devices lists under a name beginning so counts too
+            (nvidia-uvm and nvidia-caps have dynamic majors).
+        path_prefixes: Files whose path begins so count whatever their number: for test machines
+            without a driver. Under /dev only character devices do.
+        nodes: Beginning of the nodes' usual paths, for fuser.
+    """
+
+    majors: tuple[int, ...] = (NVIDIA_MAJOR,)
+    driver_names: tuple[str, ...] = ("nvidia",)
+    path_prefixes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ("/dev/nvidia",)
+
+
+NVIDIA = DeviceSet()
+
+# Every process has these open; a GPU device is none of them.
+_COMMON = r"-> '?/dev/(null|zero|full|u?random|ptmx|pts/[0-9]+|tty[0-9]*|console)'?$"
+_COMMON_MAPS = r" /dev/(zero|shm/)"
+
+SCAN = r"""
+cd /proc || exit 1
+echo "ns $(readlink self/ns/pid)"
+sed -n '/^Block/q;s/^ *\([0-9][0-9]*\) \(.*\)$/major \1 \2/p' devices
+p=$$
+while [ "${p:-0}" -gt 1 ]; do
+  echo "self $p"
+  stat=$(cat "$p/stat") || break
+  set -- ${stat##*) }
+  p=$2
+done
+links=$(find [0-9]*/fd -type l -exec stat -c '%N' {} + |
+  grep -E -e "-> '?/dev/" -e nvidia@PREFIXES@ | grep -E -v -e "@COMMON@")
+maps=$(grep -E -H -e ' /dev/' -e nvidia@PREFIXES@ [0-9]*/maps | grep -E -v -e '@COMMON_MAPS@' |
+  sed -n 's|^\([0-9]*\)/maps:\([0-9a-f]*-[0-9a-f]*\) [^/]*\(/.*\)$|\1 \3 \2|p' | sort -u -k1,2)
+[ -z "$links" ] || printf '%s\n' "$links" | sed 's/^/link /'
+[ -z "$maps" ] || printf '%s\n' "$maps" | sed 's/^/map /'
+fds=$(printf '%s\n' "$links" | sed -n "s|^'*\([0-9]*/fd/[0-9]*\)'* -> .*|\1|p")
+ranges=$(printf '%s\n' "$maps" |
+  sed -n 's|^\([0-9]*\) .* \([0-9a-f]*-[0-9a-f]*\)$|\1/map_files/\2|p')
+roots=$(printf '%s\n' "$maps" |
+  sed -n 's|^\([0-9]*\) \(/[A-Za-z0-9_./:-]*\) .*$|\1/root\2|p' | sort -u)
+printf '%s\n' $fds $ranges $roots | xargs -r stat -L -c 'node %t %T %F|%n'
+members=$(@MEMBERS@)
+pids=$(printf '%s\n' $fds $ranges $members | sed 's|/.*||' | sort -u -n)
+@EVERYBODY@
+for p in $pids; do printf '%s/comm %s/cmdline %s/stat %s/cgroup\n' "$p" "$p" "$p" "$p"; done |
+  xargs -r grep -azH '' | tr '\n\0' '\1\n' | sed 's/^/file /'
+for p in $pids; do printf '%s/exe\n' "$p"; done | xargs -r stat -c 'exe %N'
+exit 0
+"""
+
+
+def scan(devices: DeviceSet = NVIDIA, *, units: Iterable[str] = (), everybody: bool = False) -> str:
+    """Shell text of the look through /proc.
+
+    Args:
+        devices: What counts as a GPU device.
+        units: Units whose control groups' members are wanted too.
+        everybody: Describe every process (for `match`), not only those.
+    """
+    groups = " ".join(f"-e {shlex.quote('/' + unit)}" for unit in units)
+    members = f"grep -l -F {groups} [0-9]*/cgroup" if groups else ":"
+    prefixes = "".join(f" -e {shlex.quote(_literal(text))}" for text in devices.path_prefixes)
+    fill = {
+        "@PREFIXES@": prefixes,
+        "@COMMON@": _COMMON,
+        "@COMMON_MAPS@": _COMMON_MAPS,
+        "@MEMBERS@": members,
+        "@EVERYBODY@": "pids=$(printf '%s\\n' [0-9]*)" if everybody else "",
+    }
+    text = SCAN
+    for name, value in fill.items():
+        text = text.replace(name, value)
+    return text
+
+
+def _literal(text: str) -> str:
+    """Text as an extended regular expression (grep warns at needless escapes)."""
+    return re.sub(r"([.\[\]()*+?{}|^$\\])", r"\\\1", text)
+
+
+def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) -> ProcessTable:
+    """What `scan` printed.
+
+    Raises:
+        BadAnswer: It lacks the lines that every Linux gives.
+    """
+    namespace = section.value("ns")
+    ourselves = [int(pid) for pid in section.lines("self") if pid.isdigit()]
+    if not namespace.startswith("pid:[") or not ourselves:
+        raise BadAnswer(
+            f"{result.where}: /proc could not be read, so its processes are unknown",
+            remedy="mount /proc and install find, stat, grep and sed (coreutils, findutils)",
+            result=result,
+        )
+    held = _held(section, devices)
+    processes = [
+        process.model_copy(update={"devices": sorted(held.get(process.pid, ()))})
+        for process in _described(section)
+    ]
+    unseen = set(held) - {process.pid for process in processes}
+    return ProcessTable(
+        pid_namespace=namespace,
+        ourselves=ourselves,
+        processes=processes,
+        # A holder that could not be described is not skipped: it counts as not inspected.
+        uninspected=sorted(_denied(result.stderr) | _unread_maps(section, held) | unseen),
+    )
+
+
+def _held(section: Section, devices: DeviceSet) -> dict[int, set[str]]:
+    """Pid to the devices it holds, each as `path (fd)` or `path (map)`."""
+    numbers = _numbers(section)
+    majors = _majors(section, devices)
+    held: dict[int, set[str]] = {}
+    for line in section.lines("link"):
+        match = re.fullmatch(r"'?((\d+)/fd/\d+)'? -> '?(.*?)'?", line)
+        if match and _counts(numbers.get(match[1]), match[3], majors, devices):
+            held.setdefault(int(match[2]), set()).add(f"{printable(match[3])} (fd)")
+    for pid, path, span in _maps(section):
+        node = numbers.get(f"{pid}/map_files/{span}") or numbers.get(f"{pid}/root{path}")
+        if _counts(node, path, majors, devices):
+            held.setdefault(pid, set()).add(f"{printable(path)} (map)")
+    return held
+
+
+def _maps(section: Section) -> list[tuple[int, str, str]]:
+    found = (re.fullmatch(r"(\d+) (/.*) ([0-9a-f]+-[0-9a-f]+)", x) for x in section.lines("map"))
+    return [(int(match[1]), match[2], match[3]) for match in found if match]
+
+
+def _unread_maps(section: Section, held: dict[int, set[str]]) -> set[int]:
+    """Processes with a mapping named like an NVIDIA device whose number could not be read."""
+    numbers = _numbers(section)
+    return {
+        pid
+        for pid, path, span in _maps(section)
+        if path.startswith("/dev/nvidia")
+        and f"{pid}/map_files/{span}" not in numbers
+        and f"{pid}/root{path}" not in numbers
+        and pid not in held
+    }
+
+
+def _numbers(section: Section) -> dict[str, tuple[int, str]]:
+    """File below /proc to (major, type)."""
+    found = (re.fullmatch(r"([0-9a-f]+) [0-9a-f]+ ([^|]*)\|(.*)", x) for x in section.lines("node"))
+    return {match[3]: (int(match[1], 16), match[2]) for match in found if match}
+
+
+def _majors(section: Section, devices: DeviceSet) -> frozenset[int]:
+    named = (line.split(" ", 1) for line in section.lines("major"))
+    dynamic = {int(row[0]) for row in named if row[-1].startswith(devices.driver_names)}
+    return frozenset(dynamic | set(devices.majors))
+
+
+def _counts(
+    node: tuple[int, str] | None, path: str, majors: frozenset[int], devices: DeviceSet
+) -> bool:
+    major, kind = node or (0, "")
+    character = kind == "character special file"
+    if character and major in majors:
+        return True
+    by_path = bool(devices.path_prefixes) and path.startswith(devices.path_prefixes)
+    return by_path and (character or not path.startswith("/dev/"))
+
+
+def _denied(stderr: str) -> set[int]:
+    """Processes that we were not allowed to look into; those that ended meanwhile do not count."""
+    denied = r"(?:^|[\s'`\"])(?:/proc/)?(\d+)/[^\n]*(?:Permission denied|not permitted)"
+    return {int(match[1]) for match in re.finditer(denied, stderr, re.M)}
+
+
+def _described(section: Section) -> list[Process]:
+    files: dict[int, dict[str, list[str]]] = {}
+    for line in section.lines("file"):
+        match = re.fullmatch(r"(\d+)/(\w+):(.*)", line)
+        if match:
+            files.setdefault(int(match[1]), {}).setdefault(match[2], []).append(
+                match[3].replace("\x01", "\n")
+            )
+    exes: dict[int, str] = {}
+    for line in section.lines("exe"):
+        match = re.fullmatch(r"'?(\d+)/exe'? -> '?(.*?)'?", line)
+        if match:
+            exes.setdefault(int(match[1]), match[2])
+    found = (_process(pid, parts, exes.get(pid, "")) for pid, parts in sorted(files.items()))
+    return [process for process in found if process]
+
+
+def _process(pid: int, files: dict[str, list[str]], exe: str) -> Process | None:
+    stat = "\n".join(files.get("stat", [])).rpartition(") ")[2].split()
+    if len(stat) < 20:  # noqa: PLR2004 - field 22 is the 20th after the name (proc(5))
+        return None
+    comm = "\n".join(files.get("comm", [])).rstrip("\n")
+    words = files.get("cmdline", [])
+    groups = "".join(files.get("cgroup", [])).split("\n")
+    return Process(
+        pid=pid,
+        start_time=int(stat[19]),
+        ppid=int(stat[1]),
+        state=stat[0],
+        exe=exe.removesuffix(" (deleted)"),
+        comm=printable(comm),
+        name=_name(comm, words),
+        command_line=" ".join(words).strip(),
+        cgroups=sorted({group.split(":", 2)[2] for group in groups if group.count(":") >= 2}),  # noqa: PLR2004
+    )
+
+
+_INTERPRETER = re.compile(r"(python[\d.]*|(ba|da|z)?sh|perl|ruby|node|java)$")
+
+
+def _name(comm: str, words: list[str]) -> str:
+    """Title or program for people; of an interpreter also its script, never further arguments."""
+    first = words[0].strip() if words else ""
+    if not first:
+        return printable(comm, limit=80)
+    program = first.rpartition("/")[2] if first.startswith("/") else first
+    rest = words[1:]
+    if _INTERPRETER.match(program) and rest:
+        module = rest[0] == "-m" and len(rest) > 1
+        if module or not rest[0].startswith("-"):
+            program += f" -m {rest[1]}" if module else f" {rest[0].rpartition('/')[2]}"
+    return printable(program.split("\n")[0], limit=80)

@@ -1,0 +1,261 @@
+"""The record of a reclaim and its report, and the whole reclaim without Prefect.
+
+For an emergency, when no Prefect server can be reached:
+
+```python
+from gpu_reclaim.models import ReclaimPolicy
+from gpu_reclaim.reclaim import reclaim
+from gpu_reclaim.session import Session
+from gpu_reclaim.transport.links import Links
+from gpu_reclaim.transport.local import LocalTransport
+
+session = Session("this machine", Links(direct=LocalTransport()), units=["sglang.service"])
+print(reclaim(session, ReclaimPolicy()).summary)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gpu_reclaim import settling, steps, verdict
+from gpu_reclaim.errors import BadInput, GpuReclaimError, GpusNotReclaimed
+from gpu_reclaim.models import (
+    GOOD_VERDICTS,
+    Ended,
+    Outcome,
+    Process,
+    ReclaimPolicy,
+    ReclaimReport,
+    Settled,
+    Spared,
+    Step,
+    StoppedUnit,
+    Survey,
+    Verdict,
+)
+from gpu_reclaim.owners import in_unit, owner
+from gpu_reclaim.session import Session
+from gpu_reclaim.verdict import Evidence, Finding
+from gpu_reclaim.victims import Choice, choose
+
+
+@dataclass
+class Record:
+    """What happened so far, whatever happens next; the report is made from it."""
+
+    session: Session
+    policy: ReclaimPolicy
+    before: Survey | None = None
+    after: Survey | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        self._started = self.session.clock()
+
+    def surveyed(self, survey: Survey) -> None:
+        """Keep the first look."""
+        self.before = survey
+        self.steps.append(survey.step)
+
+    def did(self, outcome: Outcome | Settled) -> None:
+        """Keep what a step did."""
+        if isinstance(outcome, Outcome):
+            self.outcomes.append(outcome)
+        self.steps.append(outcome.step)
+
+    def verified(self, survey: Survey) -> None:
+        """Keep the last look."""
+        self.after = survey
+        self.steps.append(survey.step)
+
+    @property
+    def stopped(self) -> list[StoppedUnit]:
+        """Units stopped by any step."""
+        return [row for outcome in self.outcomes for row in outcome.stopped]
+
+    @property
+    def ended(self) -> list[Ended]:
+        """Every process signalled, and those that went with their unit."""
+        rows = {(row.pid, row.start_time): row for row in self._signalled()}
+        units = [row.unit for row in self.stopped]
+        still = self._present()
+        for process in self.before.table.processes if self.before else []:
+            key = (process.pid, process.start_time)
+            unit = next((unit for unit in units if in_unit(process.cgroups, unit)), "")
+            if unit and key not in rows and self.after and key not in still:
+                rows[key] = ended_row(process, "systemctl stop", self.outcomes[0].step.via)
+        return list(rows.values())
+
+    def _signalled(self) -> list[Ended]:
+        return [row for outcome in self.outcomes for row in outcome.ended]
+
+    def _present(self) -> set[tuple[int, int]]:
+        table = self.after.table.processes if self.after else []
+        return {(process.pid, process.start_time) for process in table}
+
+    @property
+    def spared(self) -> list[Spared]:
+        """Everybody left alone, each once, latest reason first."""
+        early = self.choice(self.before).spared if self.before else []
+        late = self.choice(self.after).spared if self.after else []
+        between = [row for outcome in self.outcomes for row in outcome.spared]
+        return list({(row.pid, row.name): row for row in [*early, *between, *late]}.values())
+
+    def choice(self, survey: Survey) -> Choice:
+        """Who would be ended now, and who spared."""
+        return choose(
+            survey.table,
+            survey.reading,
+            self.policy,
+            units=() if self.policy.gpus else self.session.units,
+            protect=self.session.protect,
+        )
+
+    def report(self, finding: Finding) -> ReclaimReport:
+        """The report, with a verdict."""
+        return ReclaimReport(
+            host=self.session.host,
+            verdict=finding.verdict,
+            summary=finding.summary,
+            remedy=finding.remedy,
+            gpus_before=self.before.reading.gpus if self.before else [],
+            gpus_after=self.after.reading.gpus if self.after else [],
+            stopped=self.stopped,
+            ended=self.ended,
+            spared=self.spared,
+            steps=self.steps,
+            seconds=round(self.session.clock() - self._started, 3),
+        )
+
+
+def ended_row(process: Process, signal: str, via: str, outcome: str = "ended") -> Ended:
+    """The report's line about a process that no signal of ours reached."""
+    return Ended(
+        pid=process.pid,
+        start_time=process.start_time,
+        name=process.name,
+        owner=str(owner(process.cgroups)),
+        signal=signal,
+        via=via,
+        outcome=outcome,
+        devices=process.devices,
+    )
+
+
+def check_policy(policy: ReclaimPolicy) -> None:
+    """Refuse what this version cannot do, before anything is touched.
+
+    Raises:
+        BadInput: The policy asks for it.
+    """
+    if policy.approve:
+        raise BadInput("approve is not supported yet", remedy="run with mode='plan' first")
+    if policy.hold_minutes:
+        raise BadInput("hold_minutes is not supported yet", remedy="leave it at 0")
+
+
+def plan(record: Record) -> ReclaimReport:
+    """The report of a plan: who would be ended (outcome `planned`), which units stopped."""
+    before = record.before
+    if before is None:
+        raise BadInput("nothing was surveyed yet", remedy="survey first")
+    if before.reading.problem:
+        finding = verdict.decide(Evidence(record.policy, before.reading, before.reading))
+        return record.report(finding)
+    victims = record.choice(before).victims
+    active = [state for state in before.units if state.active]
+    report = record.report(Finding(Verdict.PLANNED, _plan_summary(victims, active_names(before))))
+    report.stopped = [StoppedUnit(unit=x.name, triggered_by=x.triggered_by) for x in active]
+    report.ended = [ended_row(x, "", before.step.via, "planned") for x in victims]
+    return report
+
+
+def active_names(survey: Survey) -> list[str]:
+    """Names of the units that run."""
+    return [state.name for state in survey.units if state.active]
+
+
+def _plan_summary(victims: list[Process], units: list[str]) -> str:
+    stop = f"stop {', '.join(units)}" if units else "stop no unit"
+    return f"nothing was touched; a reclaim would {stop} and end {len(victims)} processes"
+
+
+def conclude(record: Record) -> ReclaimReport:
+    """The report of a finished run.
+
+    Raises:
+        BadInput: There was no final look.
+    """
+    if record.before is None or record.after is None:
+        raise BadInput("there was no final look", remedy="verify first")
+    after = record.after
+    choice = record.choice(after)
+    evidence = Evidence(
+        policy=record.policy,
+        before=record.before.reading,
+        after=after.reading,
+        expected_gpus=record.session.expected_gpus,
+        holders=[process for process in choice.victims if process.devices],
+        spared=choice.spared,
+        ended=record.ended,
+        uninspected=len(after.table.uninspected),
+        other_guests=after.other_guests,
+    )
+    return record.report(verdict.decide(evidence))
+
+
+def accept(report: ReclaimReport) -> ReclaimReport:
+    """The report, if its verdict is a good one.
+
+    Raises:
+        GpusNotReclaimed: It is not.
+    """
+    if report.verdict not in GOOD_VERDICTS:
+        raise GpusNotReclaimed(report)
+    return report
+
+
+@contextmanager
+def verdicts(record: Record) -> Iterator[None]:
+    """Turn an error of a step into `GpusNotReclaimed` with the report so far.
+
+    Raises:
+        BadInput: As it came: nothing was touched.
+        GpusNotReclaimed: For every other error of this package.
+    """
+    try:
+        yield
+    except (BadInput, GpusNotReclaimed):
+        raise
+    except GpuReclaimError as error:
+        raise GpusNotReclaimed(record.report(verdict.of_error(error))) from error
+
+
+def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
+    """Free the GPUs of a host, without Prefect; the connections are closed at the end.
+
+    Raises:
+        BadInput: What was asked makes no sense; nothing was touched.
+        GpusNotReclaimed: The verdict is not clean, residue or planned; it carries the report.
+    """
+    check_policy(policy)
+    record = Record(session, policy)
+    try:
+        with verdicts(record):
+            record.surveyed(steps.survey(session, policy))
+            if policy.mode == "plan":
+                return accept(plan(record))
+            units = record.before.units if record.before else []
+            record.did(steps.stop_systemd(session, policy, units))
+            record.did(steps.proxmox_exec_kill(session, policy))
+            record.did(steps.fuser_release(session, policy))
+            record.did(settling.settle(session, policy))
+            record.verified(settling.verify(session, policy))
+            return accept(conclude(record))
+    finally:
+        session.links.close()

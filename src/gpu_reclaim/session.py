@@ -1,0 +1,173 @@
+"""One host, the ways to it, and the one look that every step begins with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gpu_reclaim import fuser, nvidia_smi, processes, systemd
+from gpu_reclaim.commands import Result, Script
+from gpu_reclaim.containers import pct_status, refusal
+from gpu_reclaim.errors import BadAnswer, UnknownUnit
+from gpu_reclaim.models import GpuReading, ProcessTable, Step, Survey, UnitState
+from gpu_reclaim.processes import NVIDIA, DeviceSet
+from gpu_reclaim.transport.links import Links
+
+Run = Callable[[Script], Result]
+
+IDENTITY = "\n".join(
+    [
+        'echo "hostname $(cat /proc/sys/kernel/hostname)"',
+        '[ ! -r /etc/machine-id ] || echo "machine-id $(cat /etc/machine-id)"',
+    ]
+)
+
+
+@dataclass
+class Session:
+    """A host while it is being worked on, by one thread.
+
+    Attributes:
+        host: Its name, as the user knows it.
+        links: The ways to it.
+        units: Full names of its units to be stopped.
+        expected_gpus: How many GPUs it must have; None: as many as are seen first.
+        protect: Names that are never signalled here, beside the built-in ones.
+        vmid: Number of the LXC container on `links.node`, None if it is none.
+        guest_name: Name the guest must have there; empty: any.
+        devices: What counts as a GPU device.
+        script_timeout_s: Limit of a script that only reads, in seconds.
+        clock: Monotonic seconds (injectable).
+        sleep: Waits for seconds (injectable).
+    """
+
+    host: str
+    links: Links
+    units: Sequence[str] = ()
+    expected_gpus: int | None = None
+    protect: Sequence[str] = ()
+    vmid: int | None = None
+    guest_name: str = ""
+    devices: DeviceSet = NVIDIA
+    script_timeout_s: float = 150
+    clock: Callable[[], float] = field(default=time.monotonic)
+    sleep: Callable[[float], None] = field(default=time.sleep)
+
+    def __post_init__(self) -> None:
+        """Bring unit names into their full form."""
+        self.units = [systemd.unit_name(unit) for unit in self.units]
+
+
+def look(
+    session: Session,
+    name: str,
+    *,
+    run: Run | None = None,
+    gpus: bool = True,
+    apps: bool = False,
+    units: bool = True,
+    everybody: bool = False,
+    with_fuser: bool = False,
+) -> Survey:
+    """Read, in one round trip, who the host is, its GPUs, units and processes.
+
+    Args:
+        session: The host.
+        name: The step's name.
+        run: The way to use; the session's links by default.
+        gpus: Read the GPUs' memory.
+        apps: Ask nvidia-smi for its compute processes too.
+        units: Show the session's units.
+        everybody: Describe every process, for the policy's `match`.
+        with_fuser: Ask fuser too, where it is installed.
+
+    Raises:
+        UnknownUnit: systemd does not know one of the session's units.
+        BadAnswer: The host's answer makes no sense.
+        TransportError: As `Transport.run`.
+    """
+    started = session.clock()
+    parts = {"identity": IDENTITY, "processes": _scan(session, everybody)}
+    parts |= {"gpus": nvidia_smi.query_gpus()} if gpus else {}
+    parts |= {"apps": nvidia_smi.query_apps()} if apps else {}
+    parts |= {"units": systemd.show(session.units)} if units and session.units else {}
+    parts |= {"fuser": fuser.look(session.devices.nodes)} if with_fuser else {}
+    result = (run or session.links.run)(Script(name, parts, timeout_s=session.script_timeout_s))
+    survey = Survey(
+        host=session.host,
+        step=Step(name=name, via=result.where),
+        hostname=result.section("identity").value("hostname"),
+        machine_id=result.section("identity").value("machine-id"),
+        reading=_reading(result, gpus=gpus, apps=apps),
+        units=unit_states(session, result) if "units" in parts else [],
+        table=_table(session, result, with_fuser=with_fuser),
+    )
+    survey.step.seconds = session.clock() - started
+    return survey
+
+
+def _scan(session: Session, everybody: bool) -> str:
+    return processes.scan(session.devices, units=session.units, everybody=everybody)
+
+
+def _reading(result: Result, *, gpus: bool, apps: bool) -> GpuReading:
+    reading = nvidia_smi.parse_gpus(result.section("gpus")) if gpus else GpuReading()
+    listed = nvidia_smi.parse_apps(result.section("apps")) if apps else []
+    return reading.model_copy(update={"apps": listed})
+
+
+def _table(session: Session, result: Result, *, with_fuser: bool) -> ProcessTable:
+    table = processes.parse_scan(result, result.section("processes"), session.devices)
+    if not with_fuser:
+        return table
+    seen = {process.pid for process in table.holders}
+    named = [pid for pid in fuser.parse(result.section("fuser")) if pid not in seen]
+    return table.model_copy(update={"fuser_only": named})
+
+
+def unit_states(session: Session, result: Result) -> list[UnitState]:
+    """The states of the session's units, in its order.
+
+    Raises:
+        UnknownUnit: systemd does not know one of them.
+        BadAnswer: There is no systemctl, or it failed altogether.
+    """
+    section = result.section("units")
+    states = systemd.parse_show(section)
+    if not states and section.code != 0:
+        raise BadAnswer(
+            f"{result.where}: units {', '.join(session.units)} cannot be shown by systemctl",
+            remedy="check that the host runs systemd, and the units in the GpuHost block",
+            result=result,
+        )
+    return [_state_of(unit, states, session, result) for unit in session.units]
+
+
+def _state_of(
+    unit: str, states: Sequence[UnitState], session: Session, result: Result
+) -> UnitState:
+    for state in states:
+        if unit in (state.name, *state.names) and state.load_state != "not-found":
+            return state
+    raise UnknownUnit(
+        f"{session.host}: systemd there knows no unit {unit}; nothing was touched",
+        remedy="see `systemctl list-units --all`, and correct the units in the GpuHost block",
+    )
+
+
+def check_node(session: Session) -> None:
+    """Ask the node whether the container is there, running, unlocked and of the right name.
+
+    Raises:
+        GuestRefused: It is not; nothing was touched.
+        TransportError: As `Transport.run`.
+    """
+    node = session.links.node
+    if session.vmid is None or node is None:
+        return
+    body = pct_status(session.vmid, session.guest_name)
+    result = node.run(Script(f"look at container {session.vmid}", {"pct": body}))
+    error = refusal(node.name, session.vmid, session.guest_name, result.section("pct"))
+    if error is not None:
+        raise error

@@ -1,0 +1,71 @@
+"""Defaults from the environment, then `.env`, then a TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from gpu_reclaim.models import ReclaimPolicy
+from gpu_reclaim.processes import NVIDIA_MAJOR, DeviceSet
+
+TOML_FILE = Path("gpu-reclaim.toml")
+
+
+class Settings(BaseSettings):
+    """Settings of this installation; each is read from `GPU_RECLAIM_<NAME>`.
+
+    Attributes:
+        host: Name of the GpuHost block used where none is given.
+        policy: Default policy, for example `GPU_RECLAIM_POLICY__RESIDUE_MIB=50`.
+        log_level: Level of the library's own log lines.
+        script_timeout_s: Limit for a script that only reads, in seconds.
+        device_majors: Character device majors that count as GPU devices.
+        device_prefixes: Beginnings of paths that count as GPU devices whatever their number, for
+            test machines without a driver. Empty in production.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="GPU_RECLAIM_",
+        env_nested_delimiter="__",
+        env_file=".env",
+        toml_file=TOML_FILE,
+        extra="ignore",
+    )
+
+    host: str = ""
+    policy: ReclaimPolicy = ReclaimPolicy()
+    log_level: str = "INFO"
+    # nvidia-smi may need a minute without persistence mode; a look asks it twice.
+    script_timeout_s: float = Field(default=150, gt=0, le=3600)
+    device_majors: list[int] = [NVIDIA_MAJOR]
+    device_prefixes: list[str] = []
+
+    @property
+    def devices(self) -> DeviceSet:
+        """What counts as a GPU device."""
+        prefixes = tuple(self.device_prefixes)
+        return DeviceSet(
+            majors=tuple(self.device_majors),
+            path_prefixes=prefixes,
+            nodes=prefixes or DeviceSet.nodes,
+        )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Environment, then .env, then TOML."""
+        toml = TomlConfigSettingsSource(settings_cls)
+        return init_settings, env_settings, dotenv_settings, toml

@@ -1,0 +1,190 @@
+"""Who is to be ended, and who is spared and why: pure functions over what was seen.
+
+Wanted are holders of NVIDIA devices, what is left in the control groups of the units being stopped,
+and whom the policy's `match` names. Nobody wanted is ended if a protection covers it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from gpu_reclaim.models import GpuReading, Process, ProcessTable, ReclaimPolicy, Spared
+from gpu_reclaim.owners import in_unit, owner, stop_command
+
+KEEPS_DRIVER = "it keeps the driver or the fabric up"
+MONITORS = "it monitors"
+DISPLAYS = "it drives a display"
+SYSTEM = "the machine needs it"
+
+PROTECTED = {
+    # NVIDIA's own services; KILL of the DCGM ones has frozen GPUs (NVIDIA/dcgm-exporter#84).
+    "nvidia-persistenced": KEEPS_DRIVER,
+    "nv-fabricmanager": KEEPS_DRIVER,
+    "nvidia-fabricmanager": KEEPS_DRIVER,
+    "nvidia-imex": KEEPS_DRIVER,
+    "nvidia-powerd": KEEPS_DRIVER,
+    "nvidia-cuda-mps-control": "MPS is ended by its own command, after its clients",
+    "nvidia-cuda-mps-server": "MPS is ended by its own command, after its clients",
+    "nv-hostengine": MONITORS,
+    "dcgm-exporter": MONITORS,
+    "nvsm_core": MONITORS,
+    "node_exporter": MONITORS,
+    "prometheus-node-exporter": MONITORS,
+    "nvidia_gpu_exporter": MONITORS,
+    "telegraf": MONITORS,
+    "netdata": MONITORS,
+    "nvidia-smi": MONITORS,
+    "nvtop": MONITORS,
+    "Xorg": DISPLAYS,
+    "Xwayland": DISPLAYS,
+    "gnome-shell": DISPLAYS,
+    "kwin_wayland": DISPLAYS,
+    "kwin_x11": DISPLAYS,
+    "sddm": DISPLAYS,
+    "gdm3": DISPLAYS,
+    "weston": DISPLAYS,
+    "systemd": SYSTEM,
+    "systemd-logind": SYSTEM,
+    "systemd-udevd": SYSTEM,
+    "dbus-daemon": SYSTEM,
+    "sshd": SYSTEM,
+    "sshd-session": SYSTEM,
+    "dockerd": SYSTEM,
+    "containerd": SYSTEM,
+    "lxc-start": SYSTEM,
+}
+"""Executables never signalled, by base name (from mig-parted's list of GPU clients, NVIDIA's
+documentation and reports of people whose scripts ended the wrong process)."""
+
+PROTECTED_UNITS = ("nvidia-*.service", "nvsm*.service", "*dcgm*.service", "*node-exporter.service")
+"""Units whose processes are never signalled, with wildcards, whatever their executable is."""
+
+ZERO_MEMORY = frozenset({"nvidia-persistenced", "nv-hostengine", "dcgm-exporter", "nvidia-smi"})
+"""Of these it is known that they hold devices without GPU memory of their own."""
+
+UNREAD = "its descriptors could not be read"
+
+MAX_UNREAD_ROWS = 10
+"""Without root every other user's process is unread; beyond these they are counted in one row."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whom to end, and whom not."""
+
+    victims: list[Process] = field(default_factory=list)
+    spared: list[Spared] = field(default_factory=list)
+
+
+def choose(
+    table: ProcessTable,
+    reading: GpuReading,
+    policy: ReclaimPolicy,
+    *,
+    units: Sequence[str] = (),
+    protect: Sequence[str] = (),
+) -> Choice:
+    """Sort what was seen into victims and spared.
+
+    Args:
+        table: The processes seen.
+        reading: GPUs and compute processes; needed when only some GPUs are wanted.
+        policy: What may be done.
+        units: Full names of the units being stopped.
+        protect: The host's own additions to the protected names.
+    """
+    names = [*protect, *policy.protect]
+    choice = Choice()
+    for process in table.processes:
+        if not wanted(process, reading, policy, units):
+            continue
+        reason = protection(process, table, policy, names)
+        if reason:
+            choice.spared.append(spare(process, reason))
+        else:
+            choice.victims.append(process)
+    choice.spared.extend(_unseen(table))
+    return choice
+
+
+def wanted(
+    process: Process, reading: GpuReading, policy: ReclaimPolicy, units: Sequence[str]
+) -> bool:
+    """It holds a wanted GPU, is left of a stopped unit, or is named by the policy."""
+    if process.devices and on_wanted_gpu(process, reading, policy):
+        return True
+    return matches(process, policy) or any(in_unit(process.cgroups, unit) for unit in units)
+
+
+def on_wanted_gpu(process: Process, reading: GpuReading, policy: ReclaimPolicy) -> bool:
+    """It computes on a wanted GPU.
+
+    CUDA programs open every device node though they use one GPU (cupy/cupy#1930), so with part of
+    the GPUs wanted only nvidia-smi's own list of processes decides.
+    """
+    if not policy.gpus:
+        return True
+    uuids = {gpu.uuid for gpu in reading.gpus if gpu.index in policy.gpus}
+    return any(app.pid == process.pid and app.gpu_uuid in uuids for app in reading.apps)
+
+
+def matches(process: Process, policy: ReclaimPolicy) -> bool:
+    """The policy's `match` names it by executable, title or command line."""
+    texts = (process.exe, process.name, process.comm, process.command_line)
+    return any(re.search(pattern, text) for pattern in policy.match for text in texts)
+
+
+def protection(
+    process: Process, table: ProcessTable, policy: ReclaimPolicy, names: Iterable[str] = ()
+) -> str:
+    """Why it must not be signalled; empty when it may be."""
+    if process.pid in table.ourselves or process.pid == 1:
+        return "it is this run itself, or what started it"
+    if not process.exe and process.ppid == 2:  # noqa: PLR2004 - kthreadd, the parent of kernel threads
+        return "it is a kernel thread"
+    program = process.exe.rpartition("/")[2] or process.comm
+    if program in PROTECTED:
+        return f"protected: {PROTECTED[program]}"
+    belongs = owner(process.cgroups)
+    if belongs.kind == "unit" and _any(belongs.name, PROTECTED_UNITS):
+        return f"protected: it belongs to {belongs}"
+    for name in names:
+        if any(fnmatchcase(x, name) for x in (program, process.name, process.comm, belongs.name)):
+            return f"protected by name: {name}"
+    if belongs.kind == "container" and not matches(process, policy):
+        command = stop_command(belongs) or "its engine's own command"
+        return f"it belongs to {belongs}; stop that with: {command}"
+    return ""
+
+
+def spare(process: Process, reason: str) -> Spared:
+    """The report's line about a process left alone."""
+    return Spared(
+        pid=process.pid,
+        name=process.name,
+        owner=str(owner(process.cgroups)),
+        reason=reason,
+        devices=process.devices,
+    )
+
+
+def _unseen(table: ProcessTable) -> list[Spared]:
+    known = {process.pid: process for process in table.processes}
+    unread = table.uninspected
+    rows = [(pid, UNREAD) for pid in unread[:MAX_UNREAD_ROWS]]
+    rows += [(pid, "named by fuser alone, not confirmed") for pid in table.fuser_only]
+    spared = [
+        spare(known.get(pid, Process(pid=pid, start_time=0, name="not inspected")), reason)
+        for pid, reason in rows
+    ]
+    more = len(unread) - MAX_UNREAD_ROWS
+    if more > 0:
+        spared.append(Spared(pid=0, name=f"{more} more processes", owner="", reason=UNREAD))
+    return spared
+
+
+def _any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

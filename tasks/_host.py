@@ -1,0 +1,152 @@
+"""The session a task works in, and the log lines that reach its run.
+
+A flow opens the host once; the tasks it calls directly find that session by a context variable.
+Called alone, each opens its own. A session is never used by another thread than the one that
+opened it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, cast
+
+from gpu_reclaim.blocks import GpuHost
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+from prefect.runtime import task_run
+
+from gpu_reclaim.errors import AccessRefused, HostKeyRefused, TransportError, UnknownHost
+from gpu_reclaim.models import Step, Via
+from gpu_reclaim.session import Session
+from gpu_reclaim.settings import Settings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_POLICY = Settings().policy
+"""Read when the module is imported, so that forms and deployments show it."""
+
+RETRIES = 2
+RETRY_DELAYS_S = [1.0, 3.0]
+"""A dropped connection or a busy sshd is over within seconds; what lasts longer is a verdict."""
+
+
+@dataclass(frozen=True)
+class _Open:
+    session: Session
+    host: str
+    via: Via
+    thread: int
+
+
+_open: ContextVar[_Open | None] = ContextVar("gpu_reclaim_open_host", default=None)
+
+
+class _RunLogHandler(logging.Handler):
+    """Hands the library's log lines to the run they were written in."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            get_run_logger().log(record.levelno, record.getMessage())
+        except MissingContextError:
+            return
+
+
+def _route_logs() -> None:
+    logger = logging.getLogger("gpu_reclaim")
+    if not any(isinstance(handler, _RunLogHandler) for handler in logger.handlers):
+        logger.addHandler(_RunLogHandler())
+        logger.setLevel(Settings().log_level)
+
+
+_route_logs()
+
+
+def load_host(name: str) -> GpuHost:
+    """Load a GpuHost block by name.
+
+    Raises:
+        UnknownHost: There is no such block document, or no name and no default.
+    """
+    wanted = name or Settings().host
+    if not wanted:
+        raise UnknownHost(
+            "no host was named", remedy="give the name of a GpuHost block, or set GPU_RECLAIM_HOST"
+        )
+    try:
+        # Called from an async pipeline, `load` would return a coroutine.
+        found = cast("Any", GpuHost.load)(wanted, _sync=True)
+    except ValueError as error:
+        raise UnknownHost(
+            f"{wanted!r}: the GpuHost block cannot be loaded: {_short(error)}",
+            remedy="see `prefect block ls`, and save one: "
+            'GpuHost(ssh=SshAccess.load("..."), units=["..."]).save("NAME")',
+        ) from error
+    if not isinstance(found, GpuHost):
+        raise UnknownHost(f"{wanted!r} is no GpuHost block", remedy="give the name of a GpuHost")
+    return found
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+@contextmanager
+def open_host(host: str, via: Via = "auto") -> Iterator[Session]:
+    """A session on a host: the one this thread already has open, or a new one, closed afterwards.
+
+    Raises:
+        UnknownHost: There is no such block.
+        BadInput: The block gives no way to the host.
+    """
+    held = _open.get()
+    if held and (held.host, held.via, held.thread) == (host, via, threading.get_ident()):
+        yield held.session
+        return
+    session = load_host(host).session(host, via=via)
+    token = _open.set(_Open(session, host, via, threading.get_ident()))
+    try:
+        yield session
+    finally:
+        _open.reset(token)
+        session.links.close()
+
+
+def transport_failed(_task: Any, _run: TaskRun, state: State[Any]) -> bool:
+    """Only what is between here and there is tried again; every attempt looks before it acts."""
+    try:
+        state.result()
+    except (HostKeyRefused, AccessRefused):
+        return False
+    except TransportError:
+        return True
+    except BaseException:
+        return False
+    return False
+
+
+def ops_task(verb: str) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """How every task here is made: never cached, tried again only when the transport failed."""
+    return task(
+        name=verb,
+        task_run_name=f"{verb}-{{host}}".replace("_", "-"),
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=RETRIES,
+        retry_delay_seconds=RETRY_DELAYS_S,
+        retry_jitter_factor=0.5,
+        retry_condition_fn=transport_failed,
+    )
+
+
+def count_attempts(step: Step) -> None:
+    """Note in a step how often its task was tried."""
+    step.attempts = int(getattr(task_run, "run_count", 1) or 1)

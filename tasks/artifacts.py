@@ -1,0 +1,179 @@
+"""What a person reads in Prefect's UI: tables and markdown made from the models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.context import FlowRunContext, TaskRunContext
+
+from gpu_reclaim.models import (
+    Ended,
+    Gpu,
+    Outcome,
+    ReclaimReport,
+    Settled,
+    Spared,
+    Survey,
+    Verdict,
+)
+
+Row = dict[str, str]
+
+
+def slug(*parts: str) -> str:
+    """An artifact key: lower-case letters, digits and dashes only (Prefect refuses others)."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+
+
+def in_a_run() -> bool:
+    """Artifacts belong to a run; outside of one nothing is written."""
+    return FlowRunContext.get() is not None or TaskRunContext.get() is not None
+
+
+def table(key: str, rows: Sequence[Row], description: str) -> None:
+    """Write a table artifact, if there is a run to attach it to and anything to show."""
+    if rows and in_a_run():
+        create_table_artifact(table=list(rows), key=key, description=description)
+
+
+def markdown(key: str, text: str, description: str) -> None:
+    """Write a markdown artifact, if there is a run to attach it to."""
+    if in_a_run():
+        create_markdown_artifact(markdown=text, key=key, description=description)
+
+
+def gpu_rows(before: Iterable[Gpu], after: Iterable[Gpu] = ()) -> list[Row]:
+    """One row per GPU; memory in MiB, `?` where it is not known."""
+    late = {gpu.uuid: gpu for gpu in after}
+    rows = [_gpu_row(gpu, late.pop(gpu.uuid, None) if late else None) for gpu in before]
+    return rows + [_gpu_row(None, gpu) for gpu in late.values()]
+
+
+def _gpu_row(before: Gpu | None, after: Gpu | None) -> Row:
+    gpu = after or before
+    if gpu is None:
+        return {}
+    row = {"GPU": str(gpu.index), "name": gpu.name, "total (MiB)": _mib(gpu.memory_total_mib)}
+    if before:
+        row["used before (MiB)"] = _mib(before.memory_used_mib)
+    if after:
+        row["used after (MiB)"] = _mib(after.memory_used_mib)
+    return row
+
+
+def _mib(value: int | None) -> str:
+    return "?" if value is None else f"{value}"
+
+
+def process_rows(ended: Iterable[Ended], spared: Iterable[Spared]) -> list[Row]:
+    """One row per process that was ended, then per process that was spared."""
+    rows = [
+        {
+            "what": _what(row),
+            "pid": str(row.pid),
+            "name": row.name,
+            "owner": row.owner,
+            "why": ", ".join(row.devices) or "left of its unit, or named by match",
+            "by": row.via,
+        }
+        for row in ended
+    ]
+    rows += [
+        {
+            "what": "spared",
+            "pid": str(row.pid),
+            "name": row.name,
+            "owner": row.owner,
+            "why": row.reason,
+            "by": "",
+        }
+        for row in spared
+    ]
+    return rows
+
+
+def _what(row: Ended) -> str:
+    if row.outcome == "planned":
+        return "would be ended"
+    return f"{row.outcome} ({row.signal})" if row.signal else row.outcome
+
+
+def grid(rows: Sequence[Row]) -> str:
+    """Rows as a markdown table."""
+    if not rows:
+        return "(none)"
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for row in rows:
+        lines.append("| " + " | ".join(_cell(row.get(head, "")) for head in heads) + " |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    # Names come from processes: nothing in them may end the cell or become markup.
+    safe = re.sub(r"([\\`*_{}\[\]()#+!<>~|])", r"\\\1", text)
+    return safe.replace("\n", " ")
+
+
+def show_survey(survey: Survey) -> None:
+    """The GPUs as first seen."""
+    table(slug("gpu-survey", survey.host), gpu_rows(survey.reading.gpus), f"GPUs of {survey.host}")
+
+
+def show_outcome(host: str, outcome: Outcome) -> None:
+    """Who was ended and who spared in a step."""
+    rows = process_rows(outcome.ended, outcome.spared)
+    rows = [
+        {"what": "stopped", "name": row.unit, "why": ", ".join(row.triggered_by), "by": ""}
+        for row in outcome.stopped
+    ] + rows
+    table(slug(outcome.step.name, host), rows, f"{outcome.step.name} on {host}")
+
+
+def show_settled(host: str, settled: Settled) -> None:
+    """The readings of a wait."""
+    rows = [
+        {
+            "at (s)": f"{sample.seconds:.1f}",
+            "used (MiB)": ", ".join(f"{k}: {_mib(v)}" for k, v in sample.memory_mib.items()),
+            "holders": "; ".join(sample.holders),
+            "problem": sample.problem,
+        }
+        for sample in settled.samples
+    ]
+    table(slug("settle", host), rows, f"settle on {host}: {settled.reason}")
+
+
+def show_report(report: ReclaimReport) -> None:
+    """The whole reclaim on one page."""
+    markdown(slug("gpu-reclaim", report.host), page(report), f"{report.host}: {report.verdict}")
+
+
+def page(report: ReclaimReport) -> str:
+    """The report as markdown: verdict, remedy, GPUs, processes, timeline."""
+    parts = [f"# {report.host}: {report.verdict}", _cell(report.summary)]
+    if report.remedy:
+        parts.append(f"**What to do now:** {_cell(report.remedy)}")
+    parts += ["## GPUs", grid(gpu_rows(report.gpus_before, report.gpus_after))]
+    if report.stopped:
+        title = "Would be stopped" if report.verdict == Verdict.PLANNED else "Stopped"
+        units = [f"- {_cell(_unit(row.unit, row.triggered_by))}" for row in report.stopped]
+        parts += [f"## {title}", "\n".join(units)]
+    parts += ["## Processes", grid(process_rows(report.ended, report.spared))]
+    steps = [
+        {
+            "step": step.name,
+            "by": step.via,
+            "attempts": str(step.attempts),
+            "seconds": f"{step.seconds:.2f}",
+        }
+        for step in report.steps
+    ]
+    parts += [f"## Timeline ({report.seconds:.2f} s)", grid(steps)]
+    return "\n\n".join(parts)
+
+
+def _unit(unit: str, triggers: Sequence[str]) -> str:
+    return f"{unit} (and {', '.join(triggers)}, which would start it again)" if triggers else unit

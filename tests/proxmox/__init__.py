@@ -1,0 +1,1 @@
+"""A stand-in Proxmox VE API, and what is tested against it."""
