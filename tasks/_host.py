@@ -51,19 +51,20 @@ _open: ContextVar[_Open | None] = ContextVar("gpu_reclaim_open_host", default=No
 
 
 class _RunLogHandler(logging.Handler):
-    """Hands the library's log lines to the run they were written in."""
+    """Hands the library's log lines to the run they were written in, else to the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             get_run_logger().log(record.levelno, record.getMessage())
         except MissingContextError:
-            return
+            logging.getLogger().callHandlers(record)
 
 
 def _route_logs() -> None:
     logger = logging.getLogger("gpu_reclaim")
     if not any(isinstance(handler, _RunLogHandler) for handler in logger.handlers):
         logger.addHandler(_RunLogHandler())
+        logger.propagate = False
         logger.setLevel(Settings().log_level)
 
 

@@ -39,12 +39,14 @@ class Script:
         sections: Name to POSIX shell text; each runs in a subshell of its own, without input.
         timeout_s: Limit on the far side, in seconds.
         writes: It changes something, so it is never repeated blindly.
+        together: The sections run at the same time; only for scripts that read.
     """
 
     name: str
     sections: Mapping[str, str]
     timeout_s: float = 30
     writes: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,23 @@ def frame(script: Script, guard: Guard = ANY_MACHINE) -> Framed:
     ]
     if guard != ANY_MACHINE:
         lines.append(guard.shell(mark))
-    for name, body in script.sections.items():
-        lines += [f"echo '{mark} section {name}'", f"(\n{body}\n) </dev/null"]
-        lines.append(f"printf '\\n%s %s\\n' '{mark} code' $?")
+    sections = [_section(mark, name, body) for name, body in script.sections.items()]
+    lines.append(_together(sections) if script.together else "\n".join(sections))
     lines += [f"echo '{mark} end'", ""]
     return Framed(script, "\n".join(lines), mark, guard)
+
+
+def _section(mark: str, name: str, body: str) -> str:
+    lines = [f"echo '{mark} section {name}'", f"(\n{body}\n) </dev/null"]
+    return "\n".join([*lines, f"printf '\\n%s %s\\n' '{mark} code' $?"])
+
+
+def _together(sections: list[str]) -> str:
+    """Sections side by side: each runs while a pipe keeps the output of those before it."""
+    text = sections[0]
+    for section in sections[1:]:
+        text = f"{{\n{text}\n}} | {{\n{section}\ncat\n}}"
+    return text
 
 
 def argv(script: Script, *, sudo: bool = False) -> list[str]:

@@ -177,6 +177,7 @@ class Process(BaseModel):
     pid: int
     start_time: int
     ppid: int = 0
+    session: int = 0
     state: str = ""
     exe: str = ""
     comm: str = ""

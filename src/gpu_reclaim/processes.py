@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpu_reclaim.commands import Result, Section, printable
-from gpu_reclaim.errors import BadAnswer
+from gpu_reclaim.errors import BadAnswer, BadInput
 from gpu_reclaim.models import Process, ProcessTable
 
 NVIDIA_MAJOR = 195
@@ -48,31 +48,31 @@ _COMMON_MAPS = r" /dev/(zero|shm/)"
 SCAN = r"""
 cd /proc || exit 1
 echo "ns $(readlink self/ns/pid)"
-sed -n '/^Block/q;s/^ *\([0-9][0-9]*\) \(.*\)$/major \1 \2/p' devices
+while read -r number name; do
+  case $number in Block*) break;; [0-9]*) echo "major $number $name";; esac
+done < devices
 p=$$
 while [ "${p:-0}" -gt 1 ]; do
   echo "self $p"
-  stat=$(cat "$p/stat") || break
+  stat=
+  while IFS= read -r part || [ -n "$part" ]; do stat="$stat $part"; done < "$p/stat"
   set -- ${stat##*) }
+  [ "$p" != $$ ] || echo "session $4"
   p=$2
 done
 links=$(find [0-9]*/fd -type l -exec stat -c '%N' {} + |
-  grep -E -e "-> '?/dev/" -e nvidia@PREFIXES@ | grep -E -v -e "@COMMON@")
-maps=$(grep -E -H -e ' /dev/' -e nvidia@PREFIXES@ [0-9]*/maps | grep -E -v -e '@COMMON_MAPS@' |
-  sed -n 's|^\([0-9]*\)/maps:\([0-9a-f]*-[0-9a-f]*\) [^/]*\(/.*\)$|\1 \3 \2|p' | sort -u -k1,2)
-[ -z "$links" ] || printf '%s\n' "$links" | sed 's/^/link /'
-[ -z "$maps" ] || printf '%s\n' "$maps" | sed 's/^/map /'
-fds=$(printf '%s\n' "$links" | sed -n "s|^'*\([0-9]*/fd/[0-9]*\)'* -> .*|\1|p")
-ranges=$(printf '%s\n' "$maps" |
-  sed -n 's|^\([0-9]*\) .* \([0-9a-f]*-[0-9a-f]*\)$|\1/map_files/\2|p')
-roots=$(printf '%s\n' "$maps" |
-  sed -n 's|^\([0-9]*\) \(/[A-Za-z0-9_./:-]*\) .*$|\1/root\2|p' | sort -u)
-printf '%s\n' $fds $ranges $roots | xargs -r stat -L -c 'node %t %T %F|%n'
-members=$(@MEMBERS@)
-pids=$(printf '%s\n' $fds $ranges $members | sed 's|/.*||' | sort -u -n)
+  sed -n -E -e "\,@COMMON@,d" -e "\,-> '?/dev/|nvidia@PREFIXES@,s/^/link /p")
+maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps | sed -n -E -e '\,@COMMON_MAPS@,d' \
+  -e 's,^([0-9]+)/maps:([0-9a-f]+-[0-9a-f]+) [^/]*(/.*)$,map \1 \3 \2,p' | sort -u -k2,3)
+printf '%s\n' "$links" "$maps"
+files=$(printf '%s\n' "$links" "$maps" | sed -n -E \
+  -e "s,^link '*([0-9]+/fd/[0-9]+)'* -> .*,\1,p" \
+  -e 's,^map ([0-9]+) (/[A-Za-z0-9_./:-]*) ([0-9a-f-]+)$,\1/map_files/\3\n\1/root\2,p')
+printf '%s\n' $files | xargs -r stat -L -c 'node %t %T %F|%n'
+pids=$(for file in $files $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
 @EVERYBODY@
 for p in $pids; do printf '%s/comm %s/cmdline %s/stat %s/cgroup\n' "$p" "$p" "$p" "$p"; done |
-  xargs -r grep -azH '' | tr '\n\0' '\1\n' | sed 's/^/file /'
+  xargs -r grep -azH '' | tr '\n\0' '\1\n'
 for p in $pids; do printf '%s/exe\n' "$p"; done | xargs -r stat -c 'exe %N'
 exit 0
 """
@@ -88,7 +88,7 @@ def scan(devices: DeviceSet = NVIDIA, *, units: Iterable[str] = (), everybody: b
     """
     groups = " ".join(f"-e {shlex.quote('/' + unit)}" for unit in units)
     members = f"grep -l -F {groups} [0-9]*/cgroup" if groups else ":"
-    prefixes = "".join(f" -e {shlex.quote(_literal(text))}" for text in devices.path_prefixes)
+    prefixes = "".join(f"|{_literal(text)}" for text in devices.path_prefixes)
     fill = {
         "@PREFIXES@": prefixes,
         "@COMMON@": _COMMON,
@@ -103,7 +103,13 @@ def scan(devices: DeviceSet = NVIDIA, *, units: Iterable[str] = (), everybody: b
 
 
 def _literal(text: str) -> str:
-    """Text as an extended regular expression (grep warns at needless escapes)."""
+    """Text as an extended regular expression, for between quotes and commas in the script.
+
+    Raises:
+        BadInput: It has a character that would end those.
+    """
+    if re.search(r"[,'\"`$\\\s]", text):
+        raise BadInput(f"device prefix {text!r} has a character that a path should not have")
     return re.sub(r"([.\[\]()*+?{}|^$\\])", r"\\\1", text)
 
 
@@ -130,10 +136,16 @@ def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) ->
     return ProcessTable(
         pid_namespace=namespace,
         ourselves=ourselves,
-        processes=processes,
+        processes=[process for process in processes if not _our_own(process, section)],
         # A holder that could not be described is not skipped: it counts as not inspected.
         uninspected=sorted(_denied(result.stderr) | _unread_maps(section, held) | unseen),
     )
+
+
+def _our_own(process: Process, section: Section) -> bool:
+    """The nvidia-smi that the same script asks: in its session, and gone by now."""
+    same = str(process.session) == section.value("session")
+    return same and process.exe.rpartition("/")[2] == "nvidia-smi"
 
 
 def _held(section: Section, devices: DeviceSet) -> dict[int, set[str]]:
@@ -201,8 +213,8 @@ def _denied(stderr: str) -> set[int]:
 
 def _described(section: Section) -> list[Process]:
     files: dict[int, dict[str, list[str]]] = {}
-    for line in section.lines("file"):
-        match = re.fullmatch(r"(\d+)/(\w+):(.*)", line)
+    for line in section.text.split("\n"):
+        match = re.fullmatch(r"(\d+)/(comm|cmdline|stat|cgroup):(.*)", line)
         if match:
             files.setdefault(int(match[1]), {}).setdefault(match[2], []).append(
                 match[3].replace("\x01", "\n")
@@ -227,6 +239,7 @@ def _process(pid: int, files: dict[str, list[str]], exe: str) -> Process | None:
         pid=pid,
         start_time=int(stat[19]),
         ppid=int(stat[1]),
+        session=int(stat[3]),
         state=stat[0],
         exe=exe.removesuffix(" (deleted)"),
         comm=printable(comm),

@@ -93,7 +93,9 @@ def look(
     parts |= {"apps": nvidia_smi.query_apps()} if apps else {}
     parts |= {"units": systemd.show(session.units)} if units and session.units else {}
     parts |= {"fuser": fuser.look(session.devices.nodes)} if with_fuser else {}
-    result = (run or session.links.run)(Script(name, parts, timeout_s=session.script_timeout_s))
+    result = (run or session.links.run)(
+        Script(name, parts, timeout_s=session.script_timeout_s, together=True)
+    )
     survey = Survey(
         host=session.host,
         step=Step(name=name, via=result.where),

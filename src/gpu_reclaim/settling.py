@@ -18,7 +18,7 @@ from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.1
+FIRST_PAUSE_S = 0.05
 """Pause after the first reading; memory of ordinary processes is free within that."""
 
 PAUSE_GROWTH = 1.5
@@ -126,9 +126,11 @@ def verify(session: Session, policy: ReclaimPolicy) -> Survey:
     Raises:
         TransportError: As `Transport.run`.
     """
+    survey = look(session, "verify_nvidia_smi", apps=bool(policy.gpus))
+    if not any(gpu.memory_used_mib for gpu in survey.reading.gpus):
+        return survey
     survey = look(session, "verify_nvidia_smi", apps=True)
-    in_use = any((gpu.memory_used_mib or 0) > policy.residue_mib for gpu in survey.reading.gpus)
-    if in_use and session.links.node is not None and not holding(session, policy, survey):
+    if session.links.node is not None and not holding(session, policy, survey):
         survey.other_guests = elsewhere(session)
     return survey
 

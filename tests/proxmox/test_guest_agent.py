@@ -225,12 +225,20 @@ def test_whatever_happens_once_started_is_never_told_as_not_started(
         on_clock(api, clock).run(HELLO)
 
 
-def test_closing_ends_the_connection_and_the_next_run_opens_it(
-    link: Transport, pve: PveServer
+def test_closing_closes_the_api_and_the_next_run_opens_it(
+    link: Transport, api: ProxmoxApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    closed: list[str] = []
+    close = api.close
+
+    def closing() -> None:
+        closed.append("api")
+        close()
+
+    monkeypatch.setattr(api, "close", closing)
     link.run(HELLO)
     link.close()
-    link.close()
+    assert closed == ["api"]
     assert link.run(HELLO).exit_code == 0
 
 

@@ -1,5 +1,7 @@
 """What each failure becomes, and that reads are repeated and writes are not."""
 
+import contextlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,10 +191,25 @@ def test_nobody_listens(make_api: MakeApi, pve: PveServer, sleeps: list[float]) 
 def test_silence_ends_by_the_time_limit(make_api: MakeApi, pve: PveServer) -> None:
     api = make_api(timeout_s=1)
     pve.misbehave(Fault("config", silent=True), Fault("agent/exec$", silent=True))
-    failure(Unreachable, lambda: api.config(PLACE))
+    assert "timeout=1" in failure(Unreachable, lambda: api.config(PLACE))
     assert pve.count("config") == 1
-    failure(LinkLost, lambda: start(api))
+    assert "timeout=1" in failure(LinkLost, lambda: start(api))
     assert pve.count("agent/exec") == 1
+
+
+def test_a_connection_that_is_not_made_in_time_is_not_tried_again(
+    make_api: MakeApi, sleeps: list[float]
+) -> None:
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # fill the queue of the listener, so that the kernel drops the next
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        api = make_api(port=full.getsockname()[1], timeout_s=0.1)
+        for call in (lambda: api.locate(200), lambda: start(api)):
+            assert "connect timeout=0.1" in failure(Unreachable, call)
+    assert sleeps == []
 
 
 @pytest.mark.parametrize(
@@ -221,7 +238,14 @@ def test_what_is_no_answer_is_an_odd_answer(api: ProxmoxApi, pve: PveServer, fau
     assert len(pve.requests) == 4
 
 
-@pytest.mark.parametrize("body", [b'{"data":{}}', b'{"data":{"pid":"x"}}', b'{"data":[]}'])
+def test_a_login_page_is_called_one(api: ProxmoxApi, pve: PveServer) -> None:
+    pve.misbehave(Fault("", 200, "OK", b"<html>Please log in</html>"))
+    assert "a login page?" in failure(BadAnswer, lambda: api.config(PLACE))
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"data":{}}', b'{"data":{"pid":"x"}}', b'{"data":[]}', b"<html>"]
+)
 def test_a_start_without_a_pid_may_have_happened(
     api: ProxmoxApi, pve: PveServer, body: bytes
 ) -> None:

@@ -86,11 +86,13 @@ class OpenSsh:
     Attributes:
         port: Where it listens.
         bin: First folder of its PATH.
+        user: Who runs it: the only one an unprivileged sshd lets in.
     """
 
     def __init__(self, folder: Path, keys: Path, *more: str) -> None:
         self.bin = folder / "bin"
         self.bin.mkdir()
+        self.user = folder.owner()
         self._log = folder / "log"
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]

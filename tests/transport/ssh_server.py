@@ -254,11 +254,11 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 class Relay:
-    """Passes TCP on to a port, until it is frozen: then it reads nothing more from the client."""
+    """Passes TCP on to a port, until it is frozen: then it reads nothing more from its clients."""
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self._frozen = threading.Event()
+        self._frozen: set[socket.socket] = set()
         self._sockets: list[socket.socket] = []
 
     def __enter__(self) -> Self:
@@ -283,7 +283,14 @@ class Relay:
             each.close()
 
     def freeze(self) -> None:
-        self._frozen.set()
+        """Freeze the connections there are now; later ones are passed on."""
+        self._frozen |= set(self._sockets)
+
+    def cut(self) -> None:
+        """Break the connections there are now."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -296,9 +303,9 @@ class Relay:
     def _pump(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError):
             while True:
-                wanted = [far] if self._frozen.is_set() else [near, far]
+                wanted = [far] if near in self._frozen else [near, far]
                 for ready in select.select(wanted, [], [], 0.05)[0]:
-                    if self._frozen.is_set() and ready is near:
+                    if ready in self._frozen and ready is near:
                         continue
                     data = ready.recv(65536)
                     if not data:
@@ -310,8 +317,10 @@ class Relay:
 
 def keygen(path: Path, kind: str = "ed25519", passphrase: str = "", *more: str) -> Path:
     """A key pair by the real ssh-keygen; the private key's path."""
+    bits = ["-b", "2048"] if kind == "rsa" else []  # quicker to find than the default of 3072
+    command = ["ssh-keygen", "-q", "-t", kind, *bits, "-N", passphrase, "-C", "a comment"]
     subprocess.run(
-        ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "a comment", *more, "-f", path],
+        [*command, *more, "-f", path],
         check=True,
         stdin=subprocess.DEVNULL,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,13 @@ from transport.ssh_server import keygen, public
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here opens a connection."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a connection was opened")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    return
 
 
 @pytest.mark.parametrize(

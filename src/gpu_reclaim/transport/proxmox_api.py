@@ -323,7 +323,7 @@ class ProxmoxApi:
             raise _refused(ask, error, self._options.token_id) from error
         except requests.RequestException as error:
             raise _link_failed(ask, error) from error
-        if answer is None:
+        if answer is None and not ask.writes:
             raise _odd(ask, "not an answer of the Proxmox API (a login page? another service?)")
         return answer
 

@@ -114,8 +114,9 @@ class _Conversation:
         self._channel.in_stderr_buffer.set_event(self._wake)
         try:
             self._got.ending = self._loop()
-        except LINK_ERRORS:
-            self._got.ending = Ending.BROKEN
+        except LINK_ERRORS:  # a write that was still blocked at the deadline ends so, too
+            late = time.monotonic() >= self._deadline
+            self._got.ending = Ending.LATE if late else Ending.BROKEN
         if self._channel.exit_status_ready() and self._channel.exit_status >= 0:
             self._got.exit_code = self._channel.exit_status
         return self._got
