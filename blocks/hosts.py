@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_reclaim.blocks._look import DOCUMENTATION_URL, LOGO_URL
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
 from gpu_reclaim.blocks.proxmox import ProxmoxGuest
 from gpu_reclaim.blocks.ssh import SshAccess
 from prefect.blocks.core import Block
@@ -21,7 +21,7 @@ from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport
 
 
-class GpuHost(Block):
+class GpuHost(Careful, Block):
     """The machine whose GPUs are wanted.
 
     Example:

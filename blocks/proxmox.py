@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gpu_reclaim.blocks._look import DOCUMENTATION_URL, LOGO_URL
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
 from gpu_reclaim.blocks.ssh import SshAccess
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr, model_validator
@@ -20,7 +20,7 @@ from gpu_reclaim.transport.pct import PctTransport
 from gpu_reclaim.transport.ssh import SshTransport
 
 
-class ProxmoxApi(Block):
+class ProxmoxApi(Careful, Block):
     """A Proxmox VE API, by token.
 
     Example:
@@ -83,7 +83,7 @@ class ProxmoxApi(Block):
         return api.ProxmoxApi(self.options())
 
 
-class ProxmoxGuest(Block):
+class ProxmoxGuest(Careful, Block):
     """A guest on Proxmox, and who it must be.
 
     Example:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_reclaim.blocks._look import DOCUMENTATION_URL, LOGO_URL
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,7 +14,7 @@ from gpu_reclaim.errors import BadInput
 from gpu_reclaim.transport.ssh import SshOptions, SshTransport
 
 
-class SshJump(Block):
+class SshJump(Careful, Block):
     """A machine on the way to another one, reached by SSH. An unknown host key is refused.
 
     Example:

@@ -10,8 +10,8 @@ from gpu_reclaim.tasks import (
     survey,
     verify_nvidia_smi,
 )
-from gpu_reclaim.tasks._host import DEFAULT_POLICY, open_host
 from gpu_reclaim.tasks.artifacts import show_report
+from gpu_reclaim.tasks.host import DEFAULT_POLICY, open_host
 from prefect import flow
 
 from gpu_reclaim.errors import GpusNotReclaimed

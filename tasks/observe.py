@@ -6,7 +6,7 @@ import logging
 from uuid import UUID
 
 from gpu_reclaim.tasks import artifacts
-from gpu_reclaim.tasks._host import DEFAULT_POLICY, count_attempts, open_host, ops_task
+from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from gpu_reclaim import settling, steps

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from gpu_reclaim.tasks import artifacts
-from gpu_reclaim.tasks._host import DEFAULT_POLICY, count_attempts, open_host, ops_task
+from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
 
 from gpu_reclaim import steps
 from gpu_reclaim.models import Outcome, ReclaimPolicy, UnitState

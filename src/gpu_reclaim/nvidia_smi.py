@@ -40,7 +40,8 @@ CODES = {
 WARNING_CODES = (0, 14)
 """14 (infoROM corrupt) is a warning: the rows are valid (nvidia-smi's manual)."""
 
-_FAULT = re.compile(r"unknown error|gpu is lost|err!|reset required", re.I)
+_FAULT = re.compile(r"unknown error|gpu is lost|err!|reset required|requires re(set|start)", re.I)
+_ROW = re.compile(r"\s*\d+\s*,")
 _UUID = re.compile(r"(GPU|MIG)-[0-9a-fA-F-]{8,}$")
 
 
@@ -80,7 +81,9 @@ def _problem(section: Section, lines: list[str], rows: list[Gpu | None], gpus: l
         return f"nvidia-smi failed with exit status {section.code} ({why}): {said}"
     if not lines:
         return "nvidia-smi printed no GPU"
-    if section.code == 0 and None in rows:
+    # Beside the warning of code 14 stands text, but a row that is cut or garbled is no such text.
+    odd = [line for line, row in zip(lines, rows, strict=True) if row is None]
+    if not gpus or (odd and section.code == 0) or any(_ROW.match(line) for line in odd):
         return f"nvidia-smi printed something that is no GPU row: {said}"
     if len({gpu.index for gpu in gpus}) < len(gpus) or len({gpu.uuid for gpu in gpus}) < len(gpus):
         return f"nvidia-smi listed a GPU twice: {said}"

@@ -60,20 +60,31 @@ while [ "${p:-0}" -gt 1 ]; do
   [ "$p" != $$ ] || echo "session $4"
   p=$2
 done
-links=$(find [0-9]*/fd -type l -exec stat -c '%N' {} + |
+# Of a process whose leader has ended, only its other threads show what it still holds.
+threads=
+orphans=$(grep -l '^State:.Z' [0-9]*/status | sed 's,/status$,/task,')
+for task in $orphans; do
+  for thread in "$task"/[0-9]*; do
+    [ "${thread##*/}" = "${task%%/*}" ] || threads="$threads $thread"
+  done
+done
+fd_dirs=$(for thread in $threads; do echo "$thread/fd"; done)
+map_files=$(for thread in $threads; do echo "$thread/maps"; done)
+links=$(find [0-9]*/fd $fd_dirs -type l -exec stat -c '%N' {} + |
   sed -n -E -e "\,@COMMON@,d" -e "\,-> '?/dev/|nvidia@PREFIXES@,s/^/link /p")
-maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps | sed -n -E -e '\,@COMMON_MAPS@,d' \
-  -e 's,^([0-9]+)/maps:([0-9a-f]+-[0-9a-f]+) [^/]*(/.*)$,map \1 \3 \2,p' | sort -u -k2,3)
+maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps $map_files |
+  sed -n -E -e '\,@COMMON_MAPS@,d' -e 's,^([0-9/task]+)/maps:([0-9a-f]+-[0-9a-f]+) [^/]*(/.*)$,map \1 \3 \2,p' | sort -u -k2,3)
 printf '%s\n' "$links" "$maps"
 files=$(printf '%s\n' "$links" "$maps" | sed -n -E \
-  -e "s,^link '*([0-9]+/fd/[0-9]+)'* -> .*,\1,p" \
-  -e 's,^map ([0-9]+) (/[A-Za-z0-9_./:-]*) ([0-9a-f-]+)$,\1/map_files/\3\n\1/root\2,p')
+  -e "s,^link '*([0-9/task]+/fd/[0-9]+)'* -> .*,\1,p" \
+  -e 's,^map ([0-9/task]+) (/[A-Za-z0-9_./:-]*) ([0-9a-f-]+)$,\1/map_files/\3\n\1/root\2,p')
 printf '%s\n' $files | xargs -r stat -L -c 'node %t %T %F|%n'
 pids=$(for file in $files $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
 @EVERYBODY@
 for p in $pids; do printf '%s/comm %s/cmdline %s/stat %s/cgroup\n' "$p" "$p" "$p" "$p"; done |
   xargs -r grep -azH '' | tr '\n\0' '\1\n'
-for p in $pids; do printf '%s/exe\n' "$p"; done | xargs -r stat -c 'exe %N'
+for p in $pids; do printf '%s/exe\n' "$p"; done | xargs -r stat -c '%N' |
+  sed -n -E "s,^'?[0-9]+/exe'? -> ,exe &,p"
 exit 0
 """
 
@@ -106,10 +117,12 @@ def _literal(text: str) -> str:
     """Text as an extended regular expression, for between quotes and commas in the script.
 
     Raises:
-        BadInput: It has a character that would end those.
+        BadInput: It has a character that would end those, or covers whole folders such as /dev.
     """
     if re.search(r"[,'\"`$\\\s]", text):
         raise BadInput(f"device prefix {text!r} has a character that a path should not have")
+    if not re.match(r"/[^/]+/[^/]", text):
+        raise BadInput(f"device prefix {text!r} must be the beginning of a path such as /dev/gpu")
     return re.sub(r"([.\[\]()*+?{}|^$\\])", r"\\\1", text)
 
 
@@ -128,22 +141,36 @@ def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) ->
             result=result,
         )
     held = _held(section, devices)
+    exes = _exes(section)
     processes = [
         process.model_copy(update={"devices": sorted(held.get(process.pid, ()))})
-        for process in _described(section)
+        for process in _described(section, exes)
     ]
-    unseen = set(held) - {process.pid for process in processes}
+    # A holder that could not be described is not skipped: it counts as not inspected.
+    unseen = (set(held) | {pid for pid, paths in exes.items() if len(paths) > 1}) - {
+        process.pid for process in processes
+    }
+    parents = {process.pid: process.ppid for process in processes}
     return ProcessTable(
         pid_namespace=namespace,
         ourselves=ourselves,
-        processes=[process for process in processes if not _our_own(process, section)],
-        # A holder that could not be described is not skipped: it counts as not inspected.
+        processes=[x for x in processes if not _our_own(x, section, parents, ourselves[0])],
         uninspected=sorted(_denied(result.stderr) | _unread_maps(section, held) | unseen),
     )
 
 
-def _our_own(process: Process, section: Section) -> bool:
-    """The nvidia-smi that the same script asks: in its session, and gone by now."""
+def _our_own(process: Process, section: Section, parents: dict[int, int], shell: int) -> bool:
+    """Part of this very script, and gone by now: what its shell started.
+
+    When few processes are described, those between the shell and its nvidia-smi are not among them:
+    then it is known by the script's session.
+    """
+    seen, pid = set(), process.pid
+    while pid in parents and pid not in seen:
+        seen.add(pid)
+        pid = parents[pid]
+        if pid == shell:
+            return True
     same = str(process.session) == section.value("session")
     return same and process.exe.rpartition("/")[2] == "nvidia-smi"
 
@@ -154,19 +181,29 @@ def _held(section: Section, devices: DeviceSet) -> dict[int, set[str]]:
     majors = _majors(section, devices)
     held: dict[int, set[str]] = {}
     for line in section.lines("link"):
-        match = re.fullmatch(r"'?((\d+)/fd/\d+)'? -> '?(.*?)'?", line)
+        match = re.fullmatch(r"'?((\d+)(?:/task/\d+)?/fd/\d+)'? -> '?(.*?)'?", line)
         if match and _counts(numbers.get(match[1]), match[3], majors, devices):
             held.setdefault(int(match[2]), set()).add(f"{printable(match[3])} (fd)")
-    for pid, path, span in _maps(section):
-        node = numbers.get(f"{pid}/map_files/{span}") or numbers.get(f"{pid}/root{path}")
+    for pid, path, files in _maps(section):
+        node = next((numbers[file] for file in files if file in numbers), None)
         if _counts(node, path, majors, devices):
             held.setdefault(pid, set()).add(f"{printable(path)} (map)")
     return held
 
 
-def _maps(section: Section) -> list[tuple[int, str, str]]:
-    found = (re.fullmatch(r"(\d+) (/.*) ([0-9a-f]+-[0-9a-f]+)", x) for x in section.lines("map"))
-    return [(int(match[1]), match[2], match[3]) for match in found if match]
+def _maps(section: Section) -> list[tuple[int, str, list[str]]]:
+    """Pid, path, and the files below /proc that tell the mapped file's number."""
+    line = re.compile(r"((\d+)(?:/task/\d+)?) (/.*) ([0-9a-f]+-[0-9a-f]+)")
+    found = (line.fullmatch(text) for text in section.lines("map"))
+    return [
+        (
+            int(match[2]),
+            match[3],
+            [f"{match[1]}/map_files/{match[4]}", f"{match[1]}/root{match[3]}"],
+        )
+        for match in found
+        if match
+    ]
 
 
 def _unread_maps(section: Section, held: dict[int, set[str]]) -> set[int]:
@@ -174,11 +211,8 @@ def _unread_maps(section: Section, held: dict[int, set[str]]) -> set[int]:
     numbers = _numbers(section)
     return {
         pid
-        for pid, path, span in _maps(section)
-        if path.startswith("/dev/nvidia")
-        and f"{pid}/map_files/{span}" not in numbers
-        and f"{pid}/root{path}" not in numbers
-        and pid not in held
+        for pid, path, files in _maps(section)
+        if path.startswith("/dev/nvidia") and pid not in held and not numbers.keys() & set(files)
     }
 
 
@@ -206,12 +240,28 @@ def _counts(
 
 
 def _denied(stderr: str) -> set[int]:
-    """Processes that we were not allowed to look into; those that ended meanwhile do not count."""
-    denied = r"(?:^|[\s'`\"])(?:/proc/)?(\d+)/[^\n]*(?:Permission denied|not permitted)"
+    """Processes that we were not allowed to look into; those that ended meanwhile do not count.
+
+    map_files and root are two ways to the same number, and one is enough: see `_unread_maps`.
+    """
+    denied = (
+        r"(?:^|[\s'`\"])(?:/proc/)?(\d+)/(?!map_files/|root/)"
+        r"[^\n]*(?:Permission denied|not permitted)"
+    )
     return {int(match[1]) for match in re.finditer(denied, stderr, re.M)}
 
 
-def _described(section: Section) -> list[Process]:
+def _exes(section: Section) -> dict[int, set[str]]:
+    """Pid to its executable. Two for one pid: a path with a newline pretends to be another line."""
+    exes: dict[int, set[str]] = {}
+    for line in section.lines("exe"):
+        match = re.fullmatch(r"'?(\d+)/exe'? -> '?(.*?)'?", line)
+        if match:
+            exes.setdefault(int(match[1]), set()).add(match[2])
+    return exes
+
+
+def _described(section: Section, exes: dict[int, set[str]]) -> list[Process]:
     files: dict[int, dict[str, list[str]]] = {}
     for line in section.text.split("\n"):
         match = re.fullmatch(r"(\d+)/(comm|cmdline|stat|cgroup):(.*)", line)
@@ -219,12 +269,11 @@ def _described(section: Section) -> list[Process]:
             files.setdefault(int(match[1]), {}).setdefault(match[2], []).append(
                 match[3].replace("\x01", "\n")
             )
-    exes: dict[int, str] = {}
-    for line in section.lines("exe"):
-        match = re.fullmatch(r"'?(\d+)/exe'? -> '?(.*?)'?", line)
-        if match:
-            exes.setdefault(int(match[1]), match[2])
-    found = (_process(pid, parts, exes.get(pid, "")) for pid, parts in sorted(files.items()))
+    found = (
+        _process(pid, parts, next(iter(exes.get(pid, {""}))))
+        for pid, parts in sorted(files.items())
+        if len(exes.get(pid, ())) <= 1
+    )
     return [process for process in found if process]
 
 

@@ -14,7 +14,7 @@ from gpu_reclaim.nvidia_smi import is_fault
 from gpu_reclaim.owners import owner
 from gpu_reclaim.session import Session, look
 from gpu_reclaim.steps import describe
-from gpu_reclaim.victims import choose
+from gpu_reclaim.victims import ZERO_MEMORY, choose
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,8 @@ def elsewhere(session: Session) -> dict[str, list[str]]:
         return {}
     found: dict[str, list[str]] = {}
     for process in table.holders:
+        if process.exe.rpartition("/")[2] in ZERO_MEMORY:
+            continue
         of = owner(process.cgroups, on_node=True)
         place = str(of) if of.kind == "guest" else "the node itself"
         if place != f"guest {session.vmid}":

@@ -22,20 +22,23 @@ is gone within milliseconds; one that frees tens of GiB of pinned memory needs s
 END = r"""
 [ "$(readlink /proc/self/ns/pid)" = '@NAMESPACE@' ] || { echo 'refused namespace'; exit 78; }
 look() {
-  stat=; state=; start=
+  stat=; state=; threads=; start=
   [ -r "/proc/$1/stat" ] || return 1
   while IFS= read -r part || [ -n "$part" ]; do stat="$stat $part"; done < "/proc/$1/stat"
   set -- ${stat##*) }
   [ $# -ge 20 ] || return 1
-  state=$1; shift 19; start=$1
+  state=$1; threads=${18}; start=${20}
 }
 now() { read -r up rest < /proc/uptime; up=${up%.*}${up#*.}; }
-there() { look "$1" && [ "$start" = "$2" ] && [ "$state" != Z ] && [ "$state" != X ]; }
+# A dead leader whose threads live on still holds everything, and can be signalled.
+dead() { [ "$state" = X ] || { [ "$state" = Z ] && [ "$threads" -le 1 ]; }; }
+there() { look "$1" && [ "$start" = "$2" ] && ! dead; }
 signal() {
   look "$1" || { echo "gone $1"; return; }
   [ "$start" = "$2" ] || { echo "changed $1"; return; }
-  [ "$state" != Z ] || { echo "zombie $1"; return; }
+  ! dead || { echo "zombie $1"; return; }
   if kill -s "$3" "$1"; then echo "sent $1 $3"; else echo "denied $1 $3"; return; fi
+  sent="$sent $1:$2"
   # A stopped process sees no TERM until it goes on.
   [ "$state" != T ] || kill -s CONT "$1"
 }
@@ -50,13 +53,15 @@ wait_for() {
     sleep 0.05 || sleep 1
   done
 }
+# Only who was sent a signal is waited for: of the others nothing will come.
+each() { sent=; for one in $targets; do signal "${one%:*}" "${one#*:}" "$1"; done; targets=$sent; }
 targets='@TARGETS@'
-for one in $targets; do signal "${one%:*}" "${one#*:}" TERM; done
+each TERM
 wait_for @GRACE@
-for one in $targets; do signal "${one%:*}" "${one#*:}" KILL; done
+each KILL
 wait_for @KILL_WAIT@
 for one in $targets; do
-  look "${one%:*}" || continue
+  there "${one%:*}" "${one#*:}" || continue
   wchan=; [ ! -r "/proc/${one%:*}/wchan" ] || read -r wchan < "/proc/${one%:*}/wchan"
   echo "left ${one%:*} $state $wchan"
 done

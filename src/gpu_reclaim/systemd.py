@@ -37,8 +37,19 @@ MAX_STOP_S = 600
 """No stop is waited for longer, whatever TimeoutStopSec says (it may be infinity)."""
 
 _UNIT = re.compile(r"[A-Za-z0-9:_.@\\][A-Za-z0-9:_.@\\-]{0,255}")
-_SPAN = re.compile(r"(\d+)(us|ms|s|min|h|d|w)")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|month|min|h|d|w|y)")
+_SECONDS = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1,
+    "min": 60,
+    "h": 3600,
+    "d": 86400,
+    "w": 604800,
+    "month": 2629800,
+    "y": 31557600,
+}
+"""systemd's own lengths (src/basic/time-util.h); it prints fractions too: `1.500000s`."""
 
 
 def unit_name(name: str) -> str:
@@ -92,11 +103,16 @@ def _state(values: dict[str, str]) -> UnitState:
 
 
 def seconds(span: str) -> float:
-    """A time span as systemd prints it (`1min 30s`), in seconds; 0 for none or infinity."""
-    return sum(int(number) * _SECONDS[unit] for number, unit in _SPAN.findall(span))
+    """A time span as systemd prints it (`1min 30s`), in seconds.
+
+    0 for none; infinity counts as MAX_STOP_S, as nothing is waited for longer.
+    """
+    if span == "infinity":
+        return MAX_STOP_S
+    return sum(float(number) * _SECONDS[unit] for number, unit in _SPAN.findall(span))
 
 
 def stop_limit_s(states: Iterable[UnitState]) -> float:
     """How long stopping these units may take, in seconds."""
-    longest = max((state.stop_timeout_s for state in states), default=0)
-    return min((longest or DEFAULT_STOP_TIMEOUT_S) + STOP_MARGIN_S, MAX_STOP_S)
+    limits = [state.stop_timeout_s or DEFAULT_STOP_TIMEOUT_S for state in states]
+    return min(max(limits, default=DEFAULT_STOP_TIMEOUT_S) + STOP_MARGIN_S, MAX_STOP_S)

@@ -45,7 +45,8 @@ class Evidence:
         spared: Who was left alone at the end, and why.
         ended: Whom we signalled, and what became of them.
         uninspected: How many processes could not be looked into at the end.
-        other_guests: Guest number to its processes that hold the devices, seen from the node.
+        other_guests: Where else (`guest 130`, `the node itself`) to the processes that hold the
+            devices there, seen from the node.
     """
 
     policy: ReclaimPolicy
@@ -211,11 +212,11 @@ def _respawn_remedy(holders: Sequence[Process]) -> str:
 def _held_by_other_guest(e: Evidence) -> Finding | None:
     if not e.in_use or not e.other_guests:
         return None
-    text = "; ".join(f"guest {vmid}: {', '.join(who)}" for vmid, who in e.other_guests.items())
+    text = "; ".join(f"{place}: {', '.join(who)}" for place, who in e.other_guests.items())
     return Finding(
         Verdict.HELD_BY_OTHER_GUEST,
         f"{_memory(e.in_use)}, held by {text}",
-        "nothing there was touched: ask whoever runs that guest",
+        "nothing there was touched: ask whoever runs it",
     )
 
 

@@ -87,7 +87,13 @@ class Actors:
             if process.in_unit(UNIT) and process.state != "Z"
         }
 
-    def hold(self, *arguments: str, unit: str | None = None, guest: Container | None = None) -> int:
+    def hold(
+        self,
+        *arguments: str,
+        unit: str | None = None,
+        guest: Container | None = None,
+        program: str = HOLDER,
+    ) -> int:
         """Starts a holder and returns its PID in the guest; see guest/holder.c for arguments.
 
         Args:
@@ -95,13 +101,14 @@ class Actors:
             unit: A transient unit to run it in, "lab-hold-x.service" or ".scope"; none: no unit,
                 its parent is the guest's first process.
             guest: Another guest than the lab's first.
+            program: A copy of the holder under another name, made by the test.
 
         Raises:
             LabError: It could not hold.
         """
         name = f"hold-{next(self._numbers)}.out"
         output = f"{GUEST_STATE}/{name}"
-        command = shlex.join([*_wrapped(unit), HOLDER, *arguments])
+        command = shlex.join([*_wrapped(unit), program, *arguments])
         script = f"{command} </dev/null >{output} 2>&1 &\n"
         if unit is not None and not unit.endswith(".scope"):
             script = command.replace("OUTPUT", output, 1) + "\n"

@@ -1,0 +1,45 @@
+# The two commands of the README: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test lint test-exhaustive benchmark clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make demo              see it work on a pretend guest; needs no root, GPU or network service
+demo: .venv/installed
+	$(BIN)/python deployments/demo/demo.py
+
+## make test              everything that is tested; installs what it needs (root: all of it)
+test:
+	PYTHON="$(PYTHON)" sh tests/run.sh
+
+## make lint              ruff, mypy and import-linter
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+## make benchmark         the README's figures; needs root
+benchmark: .venv/dev
+	sh tests/lab/install.sh
+	PYTHONPATH=tests $(BIN)/python benchmarks/one_host.py
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -e .
+	touch $@
+
+# A strict editable install links file by file: a new module needs a new install.
+.venv/dev: pyproject.toml $(wildcard src/gpu_reclaim/*.py src/gpu_reclaim/*/*.py blocks/*.py tasks/*.py flows/*.py)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -e '.[dev]'
+	touch .venv/installed $@
+
+## make clean             remove the virtual environment and what was built
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,268 @@
+"""Units as people write them: triggered, aliased, stubborn, long gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_reclaim.errors import BadInput
+from gpu_reclaim.models import ReclaimPolicy, Verdict
+from gpu_reclaim.reclaim import reclaim
+from guest import units, ways, witness
+from lab.guest_files import HOLDER
+from lab.lab import Lab
+from lab.waiting import wait_until
+
+pytestmark = pytest.mark.lab
+
+QUICK = ReclaimPolicy(term_grace_s=1, settle_timeout_s=1, stable_samples=2)
+
+
+def add_holder_unit(lab: Lab, name: str, *lines: str, gpu: int = 0) -> None:
+    exe = f"ExecStart={HOLDER} --gpus {gpu} --mib 1500"
+    units.add(lab, f"{name}.service", Service=[exe, *lines])
+
+
+def test_triggers_are_stopped_first_and_named(lab: Lab) -> None:
+    add_holder_unit(lab, "lab-model")
+    units.add(lab, "lab-model.socket", Socket=["ListenStream=127.0.0.1:31000"])
+    units.add(lab, "lab-model.timer", Timer=["OnActiveSec=1h"])
+    lab.do("systemctl start lab-model.socket lab-model.timer")
+    lab.do("true </dev/tcp/127.0.0.1/31000 || python3 -c 'import socket;"
+           " socket.create_connection((\"127.0.0.1\", 31000))'")
+    wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
+    server = witness.of_unit(lab, "lab-model.service")
+    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
+    assert report.verdict == Verdict.CLEAN
+    assert [(row.unit, sorted(row.triggered_by)) for row in report.stopped] == [
+        ("lab-model.service", ["lab-model.socket", "lab-model.timer"])
+    ]
+    assert witness.ended(report) == set(server)
+    for kind in ("service", "socket", "timer"):
+        assert witness.state_of(lab, f"lab-model.{kind}") == "inactive"
+    order = lab.do(
+        "journalctl -o cat -u lab-model.socket -u lab-model.timer -u lab-model.service | "
+        "grep -E '^(Stopped|Closed|Deactivated)' || true"
+    )
+    assert "service" in order.splitlines()[-1] or "lab-model.service" in order.splitlines()[-1]
+
+
+def test_trigger_that_does_not_run_is_not_named(lab: Lab) -> None:
+    add_holder_unit(lab, "lab-model")
+    units.add(lab, "lab-model.socket", Socket=["ListenStream=127.0.0.1:31000"])
+    lab.do("systemctl start lab-model.service")
+    wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
+    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
+    assert [(row.unit, row.triggered_by) for row in report.stopped] == [("lab-model.service", [])]
+
+
+def test_live_trigger_of_an_idle_unit_is_stopped_too(lab: Lab) -> None:
+    add_holder_unit(lab, "lab-model")
+    units.add(lab, "lab-model.socket", Socket=["ListenStream=127.0.0.1:31000"])
+    lab.do("systemctl start lab-model.socket")
+    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
+    assert report.verdict == Verdict.CLEAN
+    assert witness.state_of(lab, "lab-model.socket") == "inactive"
+    assert [(row.unit, row.triggered_by) for row in report.stopped] == [
+        ("lab-model.service", ["lab-model.socket"])
+    ]
+
+
+def test_alias_stands_for_its_unit(lab: Lab) -> None:
+    units.alias(lab, "llm.service", ways.UNIT)
+    lab.start_server()
+    server, people = witness.of_unit(lab, ways.UNIT), witness.everybody(lab)
+    report = reclaim(ways.session(lab, units=["llm"]), ReclaimPolicy())
+    assert report.verdict == Verdict.CLEAN
+    assert [row.unit for row in report.stopped] == [ways.UNIT]
+    assert witness.ended(report) == set(server)
+    assert set(people) - set(witness.everybody(lab)) == set(server)
+
+
+def test_unit_of_a_template(lab: Lab) -> None:
+    exe = f"ExecStart={HOLDER} --gpus %i --mib 1500"
+    units.add(lab, "lab-model@.service", Service=[exe])
+    lab.do("systemctl start lab-model@0 lab-model@3")
+    wait_until("both hold", lambda: witness.memory(lab) == [1500, 0, 0, 1500])
+    them = {name: witness.of_unit(lab, f"lab-model@{name}.service") for name in "03"}
+    wanted = ["lab-model@0", "lab-model@3.service"]
+    report = reclaim(ways.session(lab, units=wanted), ReclaimPolicy())
+    assert [row.unit for row in report.stopped] == ["lab-model@0.service", "lab-model@3.service"]
+    assert witness.ended(report) == {*them["0"], *them["3"]}
+
+
+def test_unit_with_groups_of_its_own_inside(lab: Lab) -> None:
+    script = (
+        "for g in /sys/fs/cgroup/systemd$(sed -n 's/^1:name=systemd:[^ ]*\\\\(\\\\/system.slice.*\\\\)"
+        "$/\\\\1/p' /proc/self/cgroup); do :; done"
+    )
+    del script
+    units.add(
+        lab,
+        "lab-model.service",
+        Service=[f"ExecStart={HOLDER} --gpus 1 --mib 1500", "Delegate=yes", "Slice=lab-llm.slice"],
+    )
+    lab.do("systemctl start lab-model")
+    wait_until("it holds", lambda: witness.memory(lab)[1] == 1500)
+    server = witness.of_unit(lab, "lab-model.service")
+    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
+    assert (report.verdict, witness.ended(report)) == (Verdict.CLEAN, set(server))
+    assert [row.owner for row in report.ended] == ["unit lab-model.service"]
+
+
+def test_unit_that_refuses_a_manual_stop_is_left_alone(lab: Lab) -> None:
+    units.drop_in(lab, ways.UNIT, "[Unit]\nRefuseManualStop=yes\n")
+    lab.start_server()
+    with witness.untouched(lab):
+        report = witness.refused(ways.session(lab))
+    assert report.verdict == Verdict.UNKNOWN
+    assert report.summary == (
+        f"lab: {ways.UNIT} refuses to be stopped by hand (RefuseManualStop); nothing was touched"
+    )
+    assert report.remedy == "stop what it belongs to, and name that in the GpuHost block"
+    assert (report.stopped, report.ended) == ([], [])
+
+
+def test_workers_left_by_a_unit_that_is_already_inactive(lab: Lab) -> None:
+    lab.start_server()
+    lab.do(f"systemctl stop {ways.UNIT}")
+    left, people = witness.of_unit(lab, ways.UNIT), witness.everybody(lab)
+    assert len(left) == 5
+    report = reclaim(ways.session(lab), ReclaimPolicy())
+    assert (report.verdict, report.stopped) == (Verdict.CLEAN, [])
+    assert witness.ended(report) == set(left)
+    assert {row.signal for row in report.ended} == {"TERM"}
+    assert set(people) - set(witness.everybody(lab)) == set(left)
+
+
+def test_unit_that_is_waiting_to_restart_is_stopped(lab: Lab) -> None:
+    add_holder_unit(lab, "lab-model", "Restart=always", "RestartSec=1h")
+    lab.do("systemctl start lab-model")
+    wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
+    lab.do("systemctl kill -s KILL lab-model")
+    wait_until("it waits", lambda: witness.state_of(lab, "lab-model") == "activating")
+    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
+    assert [row.unit for row in report.stopped] == ["lab-model.service"]
+    assert witness.state_of(lab, "lab-model") == "inactive"
+
+
+def test_failed_unit_needs_no_stop(lab: Lab) -> None:
+    units.add(lab, "lab-broken.service", Service=["Type=oneshot", "ExecStart=/bin/false"])
+    lab.attach("systemctl start lab-broken")
+    assert witness.state_of(lab, "lab-broken") == "failed"
+    report = reclaim(ways.session(lab, units=["lab-broken", ways.UNIT]), ReclaimPolicy())
+    assert (report.verdict, report.stopped) == (Verdict.CLEAN, [])
+
+
+def test_unit_that_is_deaf_to_term_is_waited_for(lab: Lab) -> None:
+    add_holder_unit(lab, "lab-model", "TimeoutStopSec=1")
+    text = f"[Service]\nExecStart=\nExecStart={HOLDER} --gpus 0 --mib 1500 --ignore-term\n"
+    units.drop_in(lab, "lab-model.service", text)
+    lab.do("systemctl start lab-model")
+    wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
+    server = witness.of_unit(lab, "lab-model.service")
+    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
+    assert (report.verdict, witness.ended(report)) == (Verdict.CLEAN, set(server))
+    assert [row.signal for row in report.ended] == ["systemctl stop"]
+
+
+def test_two_units_are_stopped_in_one_go(lab: Lab) -> None:
+    add_holder_unit(lab, "lab-one", gpu=0)
+    add_holder_unit(lab, "lab-two", gpu=3)
+    lab.do("systemctl start lab-one lab-two")
+    wait_until("both hold", lambda: witness.memory(lab) == [1500, 0, 0, 1500])
+    wanted = ["lab-one", "lab-two", ways.UNIT]
+    report = reclaim(ways.session(lab, units=wanted), ReclaimPolicy())
+    assert report.verdict == Verdict.CLEAN
+    assert [row.unit for row in report.stopped] == ["lab-one.service", "lab-two.service"]
+
+
+def test_protected_unit_is_not_stopped(lab: Lab) -> None:
+    lab.start_server()
+    with witness.untouched(lab):
+        report = witness.refused(
+            ways.session(lab), QUICK.model_copy(update={"protect": ["sglang-*.service"]})
+        )
+    assert report.verdict == Verdict.HELD_BY_PROTECTED
+    assert (report.stopped, report.ended) == ([], [])
+
+
+def test_built_in_protected_unit_is_refused(lab: Lab) -> None:
+    session = ways.session(lab, units=["nvidia-persistenced"])
+    with witness.untouched(lab, "nvidia-persistenced"), pytest.raises(BadInput, match="protected"):
+        reclaim(session, ReclaimPolicy())
+
+
+def test_wanted_gpu_takes_its_worker_alone(lab: Lab) -> None:
+    lab.smi("apps", "real")
+    pids = [lab.hold("--gpus", str(gpu), "--mib", "2000") for gpu in range(4)]
+    who = witness.identity(lab, pids[1])
+    people = witness.everybody(lab)
+    report = reclaim(ways.session(lab), ReclaimPolicy(gpus=[1]))
+    assert report.summary == "1 GPUs at 0 MiB, no unprotected holder"
+    assert (report.verdict, witness.ended(report)) == (Verdict.CLEAN, {who})
+    assert set(people) - set(witness.everybody(lab)) == {who}
+    assert witness.memory(lab) == [2000, 0, 2000, 2000]
+
+
+def test_wanted_gpu_takes_its_workers_whole_unit(lab: Lab) -> None:
+    """A unit cannot be stopped in part: the workers on the other GPUs go with it."""
+    lab.start_server()
+    server = witness.of_unit(lab, ways.UNIT)
+    other = lab.hold("--gpus", "3", "--mib", "2000")
+    report = reclaim(ways.session(lab), ReclaimPolicy(gpus=[1]))
+    assert (report.verdict, [row.unit for row in report.stopped]) == (Verdict.CLEAN, [ways.UNIT])
+    assert witness.ended(report) == set(server)
+    assert other in lab.processes()
+    assert witness.memory(lab) == [0, 0, 0, 2000]
+
+
+def test_unit_on_other_gpus_goes_on(lab: Lab) -> None:
+    add_holder_unit(lab, "lab-one", gpu=0)
+    lab.do("systemctl start lab-one")
+    wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
+    wanted = lab.hold("--gpus", "2", "--mib", "2000")
+    who = witness.identity(lab, wanted)
+    report = reclaim(ways.session(lab, units=["lab-one"]), ReclaimPolicy(gpus=[2]))
+    assert (report.verdict, report.stopped) == (Verdict.CLEAN, [])
+    assert witness.ended(report) == {who}
+    assert (witness.state_of(lab, "lab-one"), witness.memory(lab)) == ("active", [1500, 0, 0, 0])
+
+
+@pytest.mark.parametrize("apps", ["none", "hostpids"])
+def test_wanted_gpu_whose_user_is_not_listed_is_never_clean(lab: Lab, apps: str) -> None:
+    lab.smi("apps", apps)
+    lab.hold("--gpus", "1", "--mib", "2000")
+    lab.hold("--gpus", "2", "--mib", "2000")
+    with witness.untouched(lab):
+        report = witness.refused(ways.session(lab), QUICK.model_copy(update={"gpus": [1]}))
+    assert report.verdict == Verdict.HELD_UNSEEN
+    assert (report.ended, report.stopped) == ([], [])
+
+
+@pytest.mark.parametrize("pattern", ["^sidecar::cache$", "--model-path /models/draft"])
+def test_match_ends_a_process_without_a_gpu(lab: Lab, pattern: str) -> None:
+    script = "import time; time.sleep(1000)"
+    lab.do(
+        f"setsid python3 -c '{script}' --model-path /models/draft </dev/null >/dev/null 2>&1 &\n"
+        "setsid python3 -c 'import setproctitle, time; setproctitle.setproctitle(\"sidecar::cache\");"
+        " time.sleep(1000)' </dev/null >/dev/null 2>&1 &"
+    )
+    word = "draft" if "draft" in pattern else "sidecar"
+    wait_until("it runs", lambda: any(word in title for title in witness.everybody(lab).values()))
+    people = witness.everybody(lab)
+    named = {who for who, title in people.items() if word in title}
+    report = reclaim(ways.session(lab), ReclaimPolicy(match=[pattern]))
+    assert (report.verdict, witness.ended(report)) == (Verdict.CLEAN, named)
+    assert len(named) == 1
+    assert set(people) - set(witness.everybody(lab)) == named
+
+
+def test_match_of_old_ends_the_agent_as_asked_but_nothing_protected(lab: Lab) -> None:
+    lab.start_server()
+    server = witness.of_unit(lab, ways.UNIT)
+    agent = set(witness.of_unit(lab, "gpu-agent.service"))
+    kept = set(witness.everybody(lab)) - set(server) - agent
+    report = reclaim(ways.session(lab), ReclaimPolicy(match=["python3", "."]))
+    assert witness.ended(report) >= {*server, *agent}
+    for title in ("/sbin/init", "/usr/bin/nvidia-persistenced", "/lib/systemd/systemd-logind"):
+        assert [who for who, text in witness.everybody(lab).items() if text == title and who in kept]

@@ -1,0 +1,1 @@
+"""Tests of blocks, tasks and flows against a real Prefect server in a temporary database."""
