@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
-from gpu_reclaim.blocks.proxmox import ProxmoxGuest
-from gpu_reclaim.blocks.ssh import SshAccess
 from prefect.blocks.core import Block
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
+from gpu_reclaim.blocks.proxmox import ProxmoxGuest
+from gpu_reclaim.blocks.ssh import SshAccess
 from gpu_reclaim.commands import ANY_MACHINE, Guard
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy, Survey, Via

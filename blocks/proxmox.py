@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
-from gpu_reclaim.blocks.ssh import SshAccess
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
+from gpu_reclaim.blocks.ssh import SshAccess
 from gpu_reclaim.commands import Guard
 from gpu_reclaim.errors import BadInput, IdentityMismatch
 from gpu_reclaim.transport import Transport

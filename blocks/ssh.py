@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
 from gpu_reclaim.commands import ANY_MACHINE, Guard
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.transport.ssh import SshOptions, SshTransport

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from prefect import flow
+
+from gpu_reclaim.errors import GpusNotReclaimed
+from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
+from gpu_reclaim.reclaim import Record, accept, check_policy, conclude, plan, verdicts
 from gpu_reclaim.tasks import (
     fuser_release,
     proxmox_exec_kill,
@@ -12,11 +17,6 @@ from gpu_reclaim.tasks import (
 )
 from gpu_reclaim.tasks.artifacts import show_report
 from gpu_reclaim.tasks.host import DEFAULT_POLICY, open_host
-from prefect import flow
-
-from gpu_reclaim.errors import GpusNotReclaimed
-from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
-from gpu_reclaim.reclaim import Record, accept, check_policy, conclude, plan, verdicts
 
 
 @flow(name="reclaim-gpus", flow_run_name="reclaim-{host}", persist_result=False)

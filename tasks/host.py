@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
-from gpu_reclaim.blocks import GpuHost
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -23,6 +22,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 
+from gpu_reclaim.blocks import GpuHost
 from gpu_reclaim.errors import AccessRefused, HostKeyRefused, TransportError, UnknownHost
 from gpu_reclaim.models import Step, Via
 from gpu_reclaim.session import Session

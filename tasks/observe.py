@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from uuid import UUID
 
-from gpu_reclaim.tasks import artifacts
-from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from gpu_reclaim import settling, steps
 from gpu_reclaim.models import ReclaimPolicy, Sample, Settled, Survey
+from gpu_reclaim.tasks import artifacts
+from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
 
 log = logging.getLogger(__name__)
 

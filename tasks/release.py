@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from gpu_reclaim import steps, stopping
+from gpu_reclaim.models import Outcome, ReclaimPolicy, UnitState
 from gpu_reclaim.tasks import artifacts
 from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
-
-from gpu_reclaim import steps
-from gpu_reclaim.models import Outcome, ReclaimPolicy, UnitState
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def stop_systemd(
         TransportError: It could not be reached.
     """
     with open_host(host, policy.via) as session:
-        return _finish(host, steps.stop_systemd(session, policy, before))
+        return _finish(host, stopping.stop_systemd(session, policy, before))
 
 
 @ops_task("proxmox_exec_kill")

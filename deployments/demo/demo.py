@@ -23,7 +23,7 @@ from types import FrameType
 
 import family
 import show
-from guest import Guest, GuestError, make_folder
+from pretend_guest import Guest, GuestError, make_folder
 from ssh_server import USER, SshServer, make_key
 
 HERE = Path(__file__).resolve().parent

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import reports
-from gpu_reclaim.blocks import GpuHost
 
+from gpu_reclaim.blocks import GpuHost
 from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
 from gpu_reclaim.reclaim import reclaim

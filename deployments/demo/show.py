@@ -15,8 +15,9 @@ One reclaim from beginning to end, on a pretend guest on this machine.
   Pretend:  the GPUs (plain files in {folder}/dev), and the
             programs systemctl, nvidia-smi and pct, which only know those files and processes.
             Guest and Proxmox node are both this machine.
-  Safe:     a process is ended only if it holds one of those files. Your GPUs, services,
-            containers and your own Prefect are not touched, and all of this is removed at the end.
+  Safe:     nobody but these processes is ended: the plan is compared with them first. Your GPUs,
+            services, containers and your own Prefect are not touched, and all of this is removed
+            at the end.
 """
 
 NEXT = """

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import reports
 import show
-from gpu_reclaim.blocks import GpuHost, ProxmoxGuest, SshAccess
-from gpu_reclaim.flows import reclaim_gpus
 
+from gpu_reclaim.blocks import GpuHost, ProxmoxGuest, SshAccess
 from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed
+from gpu_reclaim.flows import reclaim_gpus
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.owners import owner
 from gpu_reclaim.processes import DeviceSet

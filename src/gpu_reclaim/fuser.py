@@ -17,7 +17,7 @@ TIME_LIMIT_S = 20
 """fuser looks at every descriptor of the machine and may wait 5 s on one (psmisc src/fuser.c)."""
 
 
-def look(prefixes: Iterable[str]) -> str:
+def look(prefixes: Iterable[str], limit_s: float = TIME_LIMIT_S) -> str:
     """Shell text that prints the pids fuser names for nodes whose path begins with a prefix."""
     globs = " ".join(f"{shlex.quote(prefix)}*" for prefix in prefixes)
     return "\n".join(
@@ -29,7 +29,7 @@ def look(prefixes: Iterable[str]) -> str:
             '  [ -e "$node" ] && [ ! -d "$node" ] && set -- "$@" "$node"',
             "done",
             "[ $# -gt 0 ] || exit 0",
-            f'echo "fuser $(timeout -k 5 {TIME_LIMIT_S} fuser "$@")"',
+            f'echo "fuser $(timeout -k 1 {limit_s:g} fuser "$@")"',
         ]
     )
 

@@ -299,9 +299,14 @@ class Spared(BaseModel):
 
 
 class StoppedUnit(BaseModel):
-    """A unit that was stopped, with the sockets, timers and paths stopped before it."""
+    """A unit that was stopped, with the live sockets, timers and paths stopped before it.
+
+    Attributes:
+        active: It ran; False where only its triggers were live.
+    """
 
     unit: str
+    active: bool = True
     triggered_by: list[str] = []
 
 

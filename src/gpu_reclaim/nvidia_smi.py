@@ -45,20 +45,20 @@ _ROW = re.compile(r"\s*\d+\s*,")
 _UUID = re.compile(r"(GPU|MIG)-[0-9a-fA-F-]{8,}$")
 
 
-def query_gpus() -> str:
+def query_gpus(limit_s: float = TIME_LIMIT_S) -> str:
     """Shell text that prints one `gpu` line a row, and the exit status."""
-    return _query("gpu", f"--query-gpu={','.join(GPU_FIELDS)}")
+    return _query("gpu", f"--query-gpu={','.join(GPU_FIELDS)}", limit_s)
 
 
-def query_apps() -> str:
+def query_apps(limit_s: float = TIME_LIMIT_S) -> str:
     """Shell text that prints one `app` line a compute process, and the exit status."""
-    return _query("app", f"--query-compute-apps={','.join(APP_FIELDS)}")
+    return _query("app", f"--query-compute-apps={','.join(APP_FIELDS)}", limit_s)
 
 
-def _query(word: str, option: str) -> str:
+def _query(word: str, option: str, limit_s: float) -> str:
     return "\n".join(
         [
-            f"out=$(timeout -k 5 {TIME_LIMIT_S} nvidia-smi {option} --format=csv,noheader,nounits"
+            f"out=$(timeout -k 1 {limit_s:g} nvidia-smi {option} --format=csv,noheader,nounits"
             " 2>&1); rc=$?",
             f"printf '%s\\n' \"$out\" | sed 's/^/{word} /'",
             "exit $rc",

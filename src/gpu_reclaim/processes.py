@@ -73,11 +73,13 @@ map_files=$(for thread in $threads; do echo "$thread/maps"; done)
 links=$(find [0-9]*/fd $fd_dirs -type l -exec stat -c '%N' {} + |
   sed -n -E -e "\,@COMMON@,d" -e "\,-> '?/dev/|nvidia@PREFIXES@,s/^/link /p")
 maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps $map_files |
-  sed -n -E -e '\,@COMMON_MAPS@,d' -e 's,^([0-9/task]+)/maps:([0-9a-f]+-[0-9a-f]+) [^/]*(/.*)$,map \1 \3 \2,p' | sort -u -k2,3)
+  sed -n -E -e '\,@COMMON_MAPS@,d' \
+    -e 's,^([0-9/task]+)/maps:([0-9a-f]+-[0-9a-f]+) [^/]*(/.*)$,map \1 \3 \2,p' | sort -u -k2,3)
 printf '%s\n' "$links" "$maps"
 files=$(printf '%s\n' "$links" "$maps" | sed -n -E \
   -e "s,^link '*([0-9/task]+/fd/[0-9]+)'* -> .*,\1,p" \
-  -e 's,^map ([0-9/task]+) (/[A-Za-z0-9_./:-]*) ([0-9a-f-]+)$,\1/map_files/\3\n\1/root\2,p')
+  -e '/^map /{' -e h -e 's,^map ([0-9/task]+) .* ([0-9a-f-]+)$,\1/map_files/\2,p' -e g \
+  -e 's,^map ([0-9/task]+) (/[A-Za-z0-9_./:-]*) [0-9a-f-]+$,\1/root\2,p' -e '}')
 printf '%s\n' $files | xargs -r stat -L -c 'node %t %T %F|%n'
 pids=$(for file in $files $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
 @EVERYBODY@
@@ -245,7 +247,7 @@ def _denied(stderr: str) -> set[int]:
     map_files and root are two ways to the same number, and one is enough: see `_unread_maps`.
     """
     denied = (
-        r"(?:^|[\s'`\"])(?:/proc/)?(\d+)/(?!map_files/|root/)"
+        r"(?:^|[\s'`‘\"])(?:/proc/)?(\d+)/(?!map_files/|root/)"
         r"[^\n]*(?:Permission denied|not permitted)"
     )
     return {int(match[1]) for match in re.finditer(denied, stderr, re.M)}

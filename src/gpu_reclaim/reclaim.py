@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gpu_reclaim import settling, steps, verdict
+from gpu_reclaim import settling, steps, stopping, verdict
 from gpu_reclaim.errors import BadInput, GpuReclaimError, GpusNotReclaimed
 from gpu_reclaim.models import (
     GOOD_VERDICTS,
@@ -168,16 +168,13 @@ def plan(record: Record) -> ReclaimReport:
         finding = verdict.decide(Evidence(record.policy, before.reading, before.reading))
         return record.report(finding)
     victims = record.choice(before).victims
-    active = [state for state in before.units if state.active]
-    report = record.report(Finding(Verdict.PLANNED, _plan_summary(victims, active_names(before))))
+    units = stopping.units_to_stop(record.session, record.policy, before)
+    active = [state for state in units if state.active]
+    names = [state.name for state in active]
+    report = record.report(Finding(Verdict.PLANNED, _plan_summary(victims, names)))
     report.stopped = [StoppedUnit(unit=x.name, triggered_by=x.triggered_by) for x in active]
     report.ended = [ended_row(x, "", before.step.via, "planned") for x in victims]
     return report
-
-
-def active_names(survey: Survey) -> list[str]:
-    """Names of the units that run."""
-    return [state.name for state in survey.units if state.active]
 
 
 def _plan_summary(victims: list[Process], units: list[str]) -> str:
@@ -251,7 +248,7 @@ def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
             if policy.mode == "plan":
                 return accept(plan(record))
             units = record.before.units if record.before else []
-            record.did(steps.stop_systemd(session, policy, units))
+            record.did(stopping.stop_systemd(session, policy, units))
             record.did(steps.proxmox_exec_kill(session, policy))
             record.did(steps.fuser_release(session, policy))
             record.did(settling.settle(session, policy))

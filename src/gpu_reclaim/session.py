@@ -14,6 +14,9 @@ from gpu_reclaim.models import GpuReading, ProcessTable, Step, Survey, UnitState
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 from gpu_reclaim.transport.links import Links
 
+TOOL_SHARE = 0.8
+"""Part of a script's time limit that one tool in it may take."""
+
 Run = Callable[[Script], Result]
 
 IDENTITY = "\n".join(
@@ -89,10 +92,17 @@ def look(
     """
     started = session.clock()
     parts = {"identity": IDENTITY, "processes": _scan(session, everybody)}
-    parts |= {"gpus": nvidia_smi.query_gpus()} if gpus else {}
-    parts |= {"apps": nvidia_smi.query_apps()} if apps else {}
+    # A tool must end before the script's own limit does: `timeout` inside is out of its reach.
+    most = session.script_timeout_s * TOOL_SHARE
+    smi_s = min(nvidia_smi.TIME_LIMIT_S, most)
+    parts |= {"gpus": nvidia_smi.query_gpus(smi_s)} if gpus else {}
+    parts |= {"apps": nvidia_smi.query_apps(smi_s)} if apps else {}
     parts |= {"units": systemd.show(session.units)} if units and session.units else {}
-    parts |= {"fuser": fuser.look(session.devices.nodes)} if with_fuser else {}
+    parts |= (
+        {"fuser": fuser.look(session.devices.nodes, min(fuser.TIME_LIMIT_S, most))}
+        if with_fuser
+        else {}
+    )
     result = (run or session.links.run)(
         Script(name, parts, timeout_s=session.script_timeout_s, together=True)
     )
@@ -106,6 +116,19 @@ def look(
         table=_table(session, result, with_fuser=with_fuser),
     )
     survey.step.seconds = session.clock() - started
+    real = list(dict.fromkeys(state.name for state in survey.units))
+    if real and real != list(session.units):
+        # An alias: control groups carry the unit's own name, so it is looked for by that.
+        session.units = real
+        return look(
+            session,
+            name,
+            run=run,
+            gpus=gpus,
+            apps=apps,
+            everybody=everybody,
+            with_fuser=with_fuser,
+        )
     return survey
 
 

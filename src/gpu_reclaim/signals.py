@@ -37,7 +37,10 @@ signal() {
   look "$1" || { echo "gone $1"; return; }
   [ "$start" = "$2" ] || { echo "changed $1"; return; }
   ! dead || { echo "zombie $1"; return; }
-  if kill -s "$3" "$1"; then echo "sent $1 $3"; else echo "denied $1 $3"; return; fi
+  if kill -s "$3" "$1"; then echo "sent $1 $3"; else
+    if there "$1" "$2"; then echo "denied $1"; else echo "gone $1"; fi
+    return
+  fi
   sent="$sent $1:$2"
   # A stopped process sees no TERM until it goes on.
   [ "$state" != T ] || kill -s CONT "$1"
@@ -139,6 +142,6 @@ def _ended(process: Process, section: Section, owner: str, via: str) -> Ended:
 def _outcome(sent: list[str], left: list[list[str]], words: list[str]) -> str:
     if left:
         return left[0][1]
-    if sent:
+    if sent and "denied" not in words:
         return "ended"
     return words[0] if words else "unknown"

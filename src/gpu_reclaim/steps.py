@@ -7,25 +7,21 @@ safe; none repeats a write by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-from gpu_reclaim import processes, signals, systemd
-from gpu_reclaim.commands import Result, Script
-from gpu_reclaim.errors import BadInput, CommandFailed, Unreachable
+from gpu_reclaim import signals
+from gpu_reclaim.commands import Script
+from gpu_reclaim.errors import BadInput, Unreachable
 from gpu_reclaim.models import (
     Ended,
     Outcome,
     Process,
-    ProcessTable,
     ReclaimPolicy,
     Step,
-    StoppedUnit,
     Survey,
-    UnitState,
 )
-from gpu_reclaim.owners import in_unit, owner
-from gpu_reclaim.session import Run, Session, check_node, look, unit_states
-from gpu_reclaim.victims import Choice, choose
+from gpu_reclaim.owners import owner
+from gpu_reclaim.session import Run, Session, check_node, look
+from gpu_reclaim.victims import Choice, choose, never_stopped
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +37,7 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
     if session.links.node is not None and policy.via != "ssh":
         _check_node(session)
     found = look(session, "survey", apps=True, everybody=bool(policy.match))
+    _check_units(session, found)
     indexes = [gpu.index for gpu in found.reading.gpus]
     unknown = [index for index in policy.gpus if index not in indexes]
     if unknown and not found.reading.problem:
@@ -52,6 +49,15 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
     return found
 
 
+def _check_units(session: Session, found: Survey) -> None:
+    never = [x.name for x in found.units if never_stopped(x.name)]
+    if never:
+        raise BadInput(
+            f"{session.host}: {never[0]} is never stopped; nothing was touched",
+            remedy="take it out of the units in the GpuHost block",
+        )
+
+
 def _check_node(session: Session) -> None:
     try:
         check_node(session)
@@ -59,107 +65,6 @@ def _check_node(session: Session) -> None:
         if session.links.direct is None:
             raise
         log.warning("%s; the guest is reached without it", error.message)
-
-
-def stop_systemd(
-    session: Session, policy: ReclaimPolicy, before: Sequence[UnitState] = ()
-) -> Outcome:
-    """Stop the host's units, triggers first, then end what is left in their control groups.
-
-    Args:
-        session: The host.
-        policy: What may be done.
-        before: The units' states when the run began, so that a repeated attempt still reports
-            what the first one stopped.
-
-    Raises:
-        CommandFailed: A unit did not stop; its own words are in the result.
-        TransportError: As `Transport.run`.
-    """
-    started = session.clock()
-    partly = bool(policy.gpus)
-    seen = look(session, "look at units", gpus=partly, apps=partly)
-    units = _units_to_stop(session, policy, seen)
-    outcome = Outcome(step=Step(name="stop_systemd", via=seen.step.via))
-    table = seen.table
-    if any(state.active for state in units):
-        outcome.stopped, table = _stop(session, units)
-    known = {row.unit for row in outcome.stopped}
-    names = {state.name for state in units}
-    earlier = [x for x in before if x.active and x.name in names and x.name not in known]
-    outcome.stopped += [StoppedUnit(unit=x.name, triggered_by=x.triggered_by) for x in earlier]
-    choice = choose(
-        _members(table, names), seen.reading, policy, units=sorted(names), protect=session.protect
-    )
-    outcome.ended = end(session, choice, table.pid_namespace, policy)
-    outcome.spared = choice.spared
-    outcome.step.seconds = session.clock() - started
-    return outcome
-
-
-def _units_to_stop(session: Session, policy: ReclaimPolicy, seen: Survey) -> list[UnitState]:
-    """All units of the host; with only some GPUs wanted, those that compute on them."""
-    if not policy.gpus:
-        return seen.units
-    choice = choose(seen.table, seen.reading, policy, protect=session.protect)
-    return [x for x in seen.units if any(in_unit(p.cgroups, x.name) for p in choice.victims)]
-
-
-def _members(table: ProcessTable, units: set[str]) -> ProcessTable:
-    inside = [x for x in table.processes if any(in_unit(x.cgroups, unit) for unit in units)]
-    return table.model_copy(update={"processes": inside, "uninspected": []})
-
-
-def _stop(session: Session, units: Sequence[UnitState]) -> tuple[list[StoppedUnit], ProcessTable]:
-    active = [state for state in units if state.active]
-    refused = [state.name for state in active if not state.can_stop]
-    if refused:
-        raise CommandFailed(
-            f"{session.host}: {refused[0]} refuses to be stopped by hand (RefuseManualStop); "
-            "nothing was touched",
-            remedy="stop what it belongs to, and name that in the GpuHost block",
-        )
-    triggers = sorted({trigger for state in units for trigger in state.triggered_by})
-    names = [state.name for state in active]
-    log.info("%s: stopping %s", session.host, ", ".join([*triggers, *names]))
-    parts = {"triggers": systemd.show(triggers), "stop triggers": systemd.stop(triggers)}
-    script = Script(
-        f"stop {', '.join(names)}",
-        (parts if triggers else {})
-        | {
-            "stop": systemd.stop(names),
-            "units": systemd.show(session.units),
-            "processes": processes.scan(session.devices, units=session.units),
-        },
-        timeout_s=systemd.stop_limit_s(units) + session.script_timeout_s,
-        writes=True,
-    )
-    result = session.links.run(script)
-    _check_stopped(session, names, result)
-    table = processes.parse_scan(result, result.section("processes"), session.devices)
-    return _stopped(active, result, triggers), table
-
-
-def _check_stopped(session: Session, names: Sequence[str], result: Result) -> None:
-    still = [x for x in unit_states(session, result) if x.name in names and x.active]
-    if still:
-        state = f"{still[0].active_state} ({still[0].sub_state})"
-        raise CommandFailed(
-            f"{session.host}: {still[0].name} is {state} after it was told to stop",
-            remedy=f"see `systemctl status {still[0].name}` and its journal on the host",
-            result=result,
-        )
-
-
-def _stopped(
-    units: Sequence[UnitState], result: Result, triggers: Sequence[str]
-) -> list[StoppedUnit]:
-    states = systemd.parse_show(result.section("triggers")) if triggers else []
-    live = {state.name for state in states if state.active}
-    return [
-        StoppedUnit(unit=x.name, triggered_by=[t for t in x.triggered_by if t in live])
-        for x in units
-    ]
 
 
 def proxmox_exec_kill(session: Session, policy: ReclaimPolicy) -> Outcome:
@@ -204,7 +109,6 @@ def release(
         run=run,
         gpus=partly,
         apps=partly,
-        units=False,
         everybody=bool(policy.match),
         with_fuser=with_fuser,
     )

@@ -59,8 +59,29 @@ PROTECTED = {
 """Executables never signalled, by base name (from mig-parted's list of GPU clients, NVIDIA's
 documentation and reports of people whose scripts ended the wrong process)."""
 
-PROTECTED_UNITS = ("nvidia-*.service", "nvsm*.service", "*dcgm*.service", "*node-exporter.service")
+PROTECTED_UNITS = (
+    "nvidia-persistenced.service",
+    "nvidia-fabricmanager.service",
+    "nvidia-imex.service",
+    "nvidia-powerd.service",
+    "nvidia-mps.service",
+    "nvsm*.service",
+    "*dcgm*.service",
+    "*node-exporter.service",
+    "*node_exporter.service",
+)
 """Units whose processes are never signalled, with wildcards, whatever their executable is."""
+
+NEVER_STOPPED = (
+    *PROTECTED_UNITS,
+    "ssh.service",
+    "ssh.socket",
+    "sshd.service",
+    "dbus*.service",
+    "systemd-*.service",
+    "user@*.service",
+)
+"""Units that are refused although a block names them: stopping them cuts the machine off."""
 
 ZERO_MEMORY = frozenset({"nvidia-persistenced", "nv-hostengine", "dcgm-exporter", "nvidia-smi"})
 """Of these it is known that they hold devices without GPU memory of their own."""
@@ -149,11 +170,11 @@ def protection(
     if program in PROTECTED:
         return f"protected: {PROTECTED[program]}"
     belongs = owner(process.cgroups)
-    if belongs.kind == "unit" and _any(belongs.name, PROTECTED_UNITS):
+    if belongs.kind == "unit" and protected_name(PROTECTED_UNITS, belongs.name):
         return f"protected: it belongs to {belongs}"
-    for name in names:
-        if any(fnmatchcase(x, name) for x in (program, process.name, process.comm, belongs.name)):
-            return f"protected by name: {name}"
+    name = protected_name(names, program, process.name, process.comm, belongs.name)
+    if name:
+        return f"protected by name: {name}"
     if belongs.kind == "container" and not matches(process, policy):
         command = stop_command(belongs) or "its engine's own command"
         return f"it belongs to {belongs}; stop that with: {command}"
@@ -186,5 +207,12 @@ def _unseen(table: ProcessTable) -> list[Spared]:
     return spared
 
 
-def _any(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def protected_name(patterns: Iterable[str], *names: str) -> str:
+    """The first pattern (with wildcards) that covers one of the names; empty when none does."""
+    found = (x for x in patterns if any(fnmatchcase(name, x) for name in names))
+    return next(found, "")
+
+
+def never_stopped(unit: str) -> bool:
+    """Stopping this unit would cut the machine off or break the driver."""
+    return bool(protected_name(NEVER_STOPPED, unit))

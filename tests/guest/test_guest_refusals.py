@@ -171,7 +171,6 @@ def test_gpu_that_vanishes_on_the_way_is_missing(lab: Lab) -> None:
         ("[Unknown Error]", Verdict.DRIVER_FAULT),
         ("[GPU is lost]", Verdict.DRIVER_FAULT),
         ("-1 MiB", Verdict.UNKNOWN),
-        ("", Verdict.UNKNOWN),
     ],
 )
 def test_memory_that_is_no_number_is_not_zero(lab: Lab, value: str, verdict: Verdict) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import select
 import socket
@@ -28,6 +29,9 @@ from paramiko.message import Message
 
 PATIENCE_S = 60
 """How long a bad day may last before the server gives up; no verdict hangs on it."""
+
+HANG_S = 20
+"""What takes longer hangs: far above the limits of the tests, below those of TCP and paramiko."""
 
 USER, PASSWORD = "root", "correct-horse"
 
@@ -254,11 +258,16 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 class Relay:
-    """Passes TCP on to a port, until it is frozen: then it reads nothing more from its clients."""
+    """Passes TCP on to a port, until it is frozen: then it reads nothing more from its clients.
+
+    Attributes:
+        hung_up: Set once a client or the server has closed a connection.
+    """
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._frozen: set[socket.socket] = set()
+        self.hung_up = threading.Event()
         self._sockets: list[socket.socket] = []
 
     def __enter__(self) -> Self:
@@ -309,10 +318,29 @@ class Relay:
                         continue
                     data = ready.recv(65536)
                     if not data:
+                        self.hung_up.set()
                         near.close()
                         far.close()
                         return
                     (far if ready is near else near).sendall(data)
+
+
+def promptly(work: Callable[[], object]) -> None:
+    """Do it, in another thread, and raise what it raises; fail if it hangs."""
+    raised: queue.Queue[Exception | None] = queue.Queue()
+
+    def body() -> None:
+        try:
+            work()
+        except Exception as error:  # handed to the test, which judges it
+            raised.put(error)
+        else:
+            raised.put(None)
+
+    threading.Thread(target=body, daemon=True).start()
+    error = raised.get(timeout=HANG_S)
+    if error is not None:
+        raise error
 
 
 def keygen(path: Path, kind: str = "ed25519", passphrase: str = "", *more: str) -> Path:

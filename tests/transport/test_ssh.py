@@ -6,7 +6,6 @@ import ctypes
 import queue
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from gpu_reclaim.errors import (
 from gpu_reclaim.transport import Transport
 from gpu_reclaim.transport.ssh import SshTransport
 from transport.conftest import Connect, Serve, options
-from transport.ssh_server import Call, Relay, real_shell
+from transport.ssh_server import Call, Relay, promptly, real_shell
 
 HELLO = Script("hello", {"a": "echo hello"})
 SHORT = Script("hello", {"a": "echo hello"}, timeout_s=0.3)
@@ -109,28 +108,11 @@ def test_another_thread_is_refused(serve: Serve, link: Connect) -> None:
     server = serve()
     transport = link(server.port)
     transport.run(HELLO)
-    caught = in_thread(lambda: transport.run(HELLO))
-    assert isinstance(caught, BadInput)
-    assert "belongs to thread 'MainThread'" in str(caught)
+    with pytest.raises(BadInput, match="belongs to thread 'MainThread'"):
+        promptly(lambda: transport.run(HELLO))
     assert len(server.calls) == 1
     transport.close()
-    assert in_thread(lambda: transport.run(HELLO)) is None
-
-
-def in_thread(work: Callable[[], object]) -> Exception | None:
-    """Do it in another thread; what it raised."""
-    raised: queue.Queue[Exception | None] = queue.Queue()
-
-    def body() -> None:
-        try:
-            work()
-        except Exception as error:  # handed to the test, which judges it
-            raised.put(error)
-        else:
-            raised.put(None)
-
-    threading.Thread(target=body, daemon=True).start()
-    return raised.get(timeout=60)
+    promptly(lambda: transport.run(HELLO))
 
 
 def test_the_guard_travels_with_the_script(serve: Serve, keys: Path) -> None:
@@ -309,7 +291,7 @@ def test_the_deadline_holds_for_the_whole_command(serve: Serve, link: Connect, d
     filler = "# " + "x" * 3 * MIB if day == "reads nothing" else "x"
     transport = link(serve(behave).port)
     with pytest.raises(TimedOut, match=r"gave no end within 0\.3 s"):
-        transport.run(Script("slow", {"a": filler}, timeout_s=0.3))
+        promptly(lambda: transport.run(Script("slow", {"a": filler}, timeout_s=0.3)))
 
 
 @pytest.mark.usefixtures("script_slack")
@@ -318,8 +300,9 @@ def test_a_dead_peer_does_not_block_a_write_for_ever(serve: Serve, link: Connect
     with Relay(server.port) as relay:
         server.on_command = relay.freeze
         transport = link(relay.port)
+        script = Script("big", {"a": "# " + "x" * 24 * MIB}, timeout_s=0.3)
         with pytest.raises(TimedOut):
-            transport.run(Script("big", {"a": "# " + "x" * 24 * MIB}, timeout_s=0.3))
+            promptly(lambda: transport.run(script))
 
 
 @pytest.mark.usefixtures("script_slack")
@@ -374,8 +357,9 @@ def test_a_session_that_cannot_be_opened(
     serve: Serve, link: Connect, attributes: dict[str, bool | None], words: str
 ) -> None:
     server = serve(**attributes)
+    transport = link(server.port, connect_timeout_s=1)
     with pytest.raises(Unreachable, match=words) as caught:
-        link(server.port, connect_timeout_s=1).run(HELLO)
+        promptly(lambda: transport.run(HELLO))
     assert f"root@127.0.0.1:{server.port}" in str(caught.value)
     assert server.calls == []
 

@@ -14,7 +14,7 @@ import pytest
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import AccessRefused, HostKeyRefused, Unreachable
 from transport.conftest import Connect, Serve
-from transport.ssh_server import PASSWORD, listener, public
+from transport.ssh_server import PASSWORD, listener, promptly, public
 
 HELLO = Script("hello", {"a": "echo hello"})
 
@@ -91,7 +91,7 @@ def test_no_password_is_sent_where_none_is_allowed(serve: Serve, link: Connect, 
 
 def test_a_login_that_is_never_answered(serve: Serve, link: Connect) -> None:
     with pytest.raises(Unreachable, match="no answer to the login") as caught:
-        link(serve(silent_auth=True).port, connect_timeout_s=0.3).run(HELLO)
+        promptly(lambda: link(serve(silent_auth=True).port, connect_timeout_s=0.3).run(HELLO))
     assert not isinstance(caught.value, AccessRefused)
 
 
@@ -211,7 +211,7 @@ def test_a_host_that_does_not_answer(link: Connect) -> None:
             socket.create_connection(("127.0.0.1", port)),  # its queue of one is now full
             pytest.raises(Unreachable, match=r"no answer within 0\.2 s"),
         ):
-            link(port, connect_timeout_s=0.2).run(HELLO)
+            promptly(lambda: link(port, connect_timeout_s=0.2).run(HELLO))
 
 
 def test_the_second_address_is_tried(
@@ -231,7 +231,7 @@ def test_a_port_that_never_greets(link: Connect) -> None:
             pass
 
     with listener(listen) as port, pytest.raises(Unreachable, match=r"no SSH greeting within 0\.3"):
-        link(port, connect_timeout_s=0.3).run(HELLO)
+        promptly(lambda: link(port, connect_timeout_s=0.3).run(HELLO))
 
 
 def test_a_port_that_speaks_something_else(link: Connect) -> None:
@@ -257,8 +257,8 @@ def test_a_greeting_without_key_exchange(link: Connect) -> None:
         while client.recv(4096):
             pass
 
-    with listener(greet) as port, pytest.raises(Unreachable, match="key exchange failed"):
-        link(port, connect_timeout_s=0.3).run(HELLO)
+    with listener(greet) as port, pytest.raises(Unreachable, match=r"failed: no end within 0\.3 s"):
+        promptly(lambda: link(port, connect_timeout_s=0.3).run(HELLO))
 
 
 def test_no_secret_is_logged(
@@ -284,3 +284,11 @@ def test_paramikos_own_loggers_are_left_alone(serve: Serve, link: Connect) -> No
     for name, state in before.items():
         logger = logging.getLogger(name)
         assert (logger.level, logger.handlers) == state
+
+
+def test_paramikos_words_about_a_failure_are_left_to_the_error(
+    link: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listener(lambda client: None) as port, pytest.raises(Unreachable):
+        link(port).run(HELLO)
+    assert caplog.records == []

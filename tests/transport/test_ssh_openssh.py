@@ -20,7 +20,7 @@ from gpu_reclaim.errors import (
     Unreachable,
 )
 from transport.conftest import Connect, OpenSsh, options
-from transport.ssh_server import Relay, public
+from transport.ssh_server import HANG_S, Relay, public
 from transport.test_ssh import STUB_SUDO
 
 HELLO = Script("hello", {"a": "echo hello", "b": "exit 3"})
@@ -126,6 +126,18 @@ def test_through_jump_hosts(openssh: OpenSsh, link: Connect, keys: Path) -> None
     assert transport.name.endswith("through 127.0.0.1")
     assert transport.run(HELLO).section("a").text == "hello\n"
     assert transport.run(HELLO).section("b").code == 3
+
+
+def test_the_connection_to_the_jump_host_is_closed_too(
+    openssh: OpenSsh, link: Connect, keys: Path
+) -> None:
+    with Relay(openssh.port) as relay:
+        jump = options(keys, relay.port, username=openssh.user)
+        transport = link(openssh.port, username=openssh.user, jump=jump)
+        transport.run(HELLO)
+        assert not relay.hung_up.is_set()
+        transport.close()
+        assert relay.hung_up.wait(HANG_S)
 
 
 def test_a_wrong_host_key_of_the_jump_host(openssh: OpenSsh, link: Connect, keys: Path) -> None:

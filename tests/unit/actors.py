@@ -29,7 +29,7 @@ OPEN = "held = os.open({path!r}, os.O_RDWR)"
 MAP_ONLY = "\n".join(
     [
         "fd = os.open({path!r}, os.O_RDWR)",
-        "held = mmap.mmap(fd, 4096)",
+        "held = mmap.mmap(fd, 4096, flags=mmap.MAP_PRIVATE)",
         # mmap keeps a duplicate of the descriptor, so every one but the standard three is closed.
         "os.closerange(3, 64)",
     ]

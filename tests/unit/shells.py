@@ -17,9 +17,12 @@ SHELLS = ("dash", "bash", "busybox")
 """`busybox` means that every tool is busybox's, not only the shell."""
 
 
+USUAL_PATH = os.environ["PATH"]
+
+
 def need(program: str) -> str:
     """Path of a program that these tests cannot do without; they fail where it is missing."""
-    path = shutil.which(program)
+    path = shutil.which(program, path=USUAL_PATH)
     if path is None:
         pytest.fail(f"these tests need {program}; install it (apt-get install {program})")
     return path

@@ -127,7 +127,7 @@ class _Conversation:
             moved = self._feed() | self._drain()
             if len(self._got.stdout) + len(self._got.stderr) > MAX_OUTPUT:
                 return Ending.FLOOD
-            if over:
+            if over and not moved:
                 return Ending.DONE
             if time.monotonic() >= self._deadline:
                 return Ending.LATE
@@ -145,10 +145,10 @@ class _Conversation:
         return bool(channel.eof_received) or time.monotonic() > self._quiet_since + LINGER_S
 
     def _feed(self) -> bool:
-        """Write what the far side has room for; at the end, close its input."""
+        """Write a packet, if the far side has room for it; at the end, close its input."""
         moved = False
         try:
-            while self._left and self._channel.send_ready():
+            if self._left and self._channel.send_ready():
                 sent = self._channel.send(self._left[:PACKET].tobytes())
                 self._left = self._left[sent:] if sent else memoryview(b"")
                 moved = True
@@ -160,14 +160,15 @@ class _Conversation:
         return moved
 
     def _drain(self) -> bool:
-        """Take all output that has arrived."""
-        got, channel = self._got, self._channel
-        before = len(got.stdout) + len(got.stderr)
-        while channel.recv_ready() and len(got.stdout) <= MAX_OUTPUT:
-            got.stdout += channel.recv(CHUNK)
-        while channel.recv_stderr_ready() and len(got.stderr) <= MAX_OUTPUT:
-            got.stderr += channel.recv_stderr(CHUNK)
-        return len(got.stdout) + len(got.stderr) > before
+        """Take some of the output that has arrived, from both streams."""
+        moved = False
+        if self._channel.recv_ready():
+            self._got.stdout += self._channel.recv(CHUNK)
+            moved = True
+        if self._channel.recv_stderr_ready():
+            self._got.stderr += self._channel.recv_stderr(CHUNK)
+            moved = True
+        return moved
 
     def _wait(self) -> None:
         """Wait for output, for the end, or a little for room in the far side's window."""

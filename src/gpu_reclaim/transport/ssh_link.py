@@ -48,7 +48,7 @@ class Link:
     @property
     def alive(self) -> bool:
         """As far as is known, it can be used."""
-        return self.transport.is_active() and (self.before is None or self.before.alive)
+        return self.transport.is_active()
 
     def limit(self, deadline: float | None) -> None:
         """Fail writes that are still blocked at a monotonic time, on every hop."""
