@@ -107,7 +107,7 @@ def tell_story(guest: Guest, stack: ExitStack) -> int:
         [sys.executable, str(HERE / "story.py"), str(facts), str(folder / "report.json")],
         env=private_environment(folder),
         cwd=folder,  # Prefect and the library read .env and TOML files of the current folder
-        stdin=subprocess.DEVNULL,
+        stdin=guest.lifeline,
         start_new_session=True,  # Ctrl-C reaches us alone, who then end everything in order
     )
     while story.poll() is None:

@@ -98,13 +98,15 @@ class Guest:
         folder: Where everything of it lies.
         hostname: What it must be called: the name of this very machine.
         actors: Its processes.
+        lifeline: A pipe's end to read from, for whoever must end with the demo: at its end of file.
     """
 
     folder: Path
     hostname: str = field(default_factory=lambda: _read("/proc/sys/kernel/hostname"))
     machine_id: str = field(default_factory=lambda: _read("/etc/machine-id"))
     actors: list[Actor] = field(default_factory=list)
-    _lifeline: int = -1
+    lifeline: int = -1
+    _held: int = -1
 
     @property
     def device_prefix(self) -> str:
@@ -122,18 +124,16 @@ class Guest:
             GuestError: One of them did not start.
         """
         self._make_files()
-        reading, self._lifeline = os.pipe()
-        try:
-            self._start_server(reading)
-            self._start_innocents(reading)
-        finally:
-            os.close(reading)
+        self.lifeline, self._held = os.pipe()
+        self._start_server()
+        self._start_innocents()
 
     def stop(self) -> None:
         """Let go of the lifeline: whoever reads from it ends by itself."""
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        for end in (self.lifeline, self._held):
+            if end >= 0:
+                os.close(end)
+        self.lifeline = self._held = -1
 
     def reap(self) -> None:
         """Play init: wait for processes that ended."""
@@ -170,10 +170,10 @@ class Guest:
         settings = f"GPU_LAB_DEV={self.folder}/dev GPU_LAB_STATE={self.folder}/run"
         return f'#!/bin/sh\n{settings} GPU_LAB_PROC=/proc exec {command} "$@"\n'
 
-    def _start_server(self, lifeline: int) -> None:
+    def _start_server(self) -> None:
         script = INSIDE / "launch_server.py"
         command = [sys.executable, "-IS", str(script), str(self.folder), UNIT]
-        pid, lines = self._start(command, lifeline)
+        pid, lines = self._start(command)
         about = f"main process of {UNIT}, holds no GPU"
         self._add(pid, f"{Path(sys.executable).name} launch_server.py", about, dies=True)
         for note in sorted(map(json.loads, lines), key=lambda note: str(note["name"])):
@@ -182,9 +182,9 @@ class Guest:
         if len(lines) != len(WORKERS):
             raise GuestError(f"{len(lines)} of {len(WORKERS)} workers started: {self._said()}")
 
-    def _start_innocents(self, lifeline: int) -> None:
+    def _start_innocents(self) -> None:
         script = INSIDE / "monitoring_agent.py"
-        pid, _ = self._start([sys.executable, "-IS", str(script)], lifeline)
+        pid, _ = self._start([sys.executable, "-IS", str(script)])
         name = f"{Path(sys.executable).name} monitoring_agent.py"
         self._add(pid, name, "a Python program without a GPU", dies=False)
         # The rule goes by the executable's own name, so it must really be called that.
@@ -193,21 +193,21 @@ class Guest:
         shell.chmod(0o700)
         devices = f"{self.folder}/dev"
         command = [shell.name, "-c", PERSISTENCED, shell.name, devices]
-        pid, _ = self._start(command, lifeline, executable=shell)
+        pid, _ = self._start(command, executable=shell)
         self._add(pid, shell.name, "holds every device, uses no memory", dies=False)
 
     def _add(self, pid: int, name: str, about: str, *, dies: bool) -> None:
         self.actors.append(Actor(pid, family.start_time(pid), name, about, dies))
 
     def _start(
-        self, command: list[str], lifeline: int, *, executable: Path | None = None
+        self, command: list[str], *, executable: Path | None = None
     ) -> tuple[int, list[str]]:
         """Start a process and wait until it is ready; its pid, and what it printed before."""
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 command,
                 executable=executable,
-                stdin=lifeline,
+                stdin=self.lifeline,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self.folder,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import show
 
 from gpu_reclaim.models import Ended, Gpu, ReclaimReport, Spared, StoppedUnit
-from gpu_reclaim.victims import UNREAD
+from gpu_reclaim.victims import MAX_UNREAD_ROWS, UNREAD
 
 HOW = {"KILL": "TERM, then KILL", "": "no signal"}
 
@@ -122,11 +122,10 @@ def inspected(rows: Iterable[Spared]) -> list[Spared]:
 
 def blind(rows: Iterable[Spared]) -> None:
     """How many processes could not be looked into."""
-    count = 0
-    for row in rows:
-        if row.reason == UNREAD:
-            # Beyond a limit they are counted in one row, without a pid.
-            count += 1 if row.pid else int(row.name.split()[0])
+    unread = [row for row in rows if row.reason == UNREAD]
+    # Those beyond a limit are counted in a row without a pid; each look of a run brings its own.
+    more = [int(row.name.split()[0]) for row in unread if not row.pid]
+    count = MAX_UNREAD_ROWS + max(more) if more else len(unread)
     why = " without root" if os.geteuid() else ""
     if count:
         what = "1 other process" if count == 1 else f"{count} other processes"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -133,8 +136,16 @@ def run(facts: Facts) -> ReclaimReport | None:
     return report
 
 
+def die_with_parent() -> None:
+    """Wait for the end of standard input, then end our own process group: us and our server."""
+    os.read(0, 1)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+
+
 def main() -> int:
     """Run it; 0 when the verdict is clean."""
+    threading.Thread(target=die_with_parent, daemon=True).start()
     facts: Facts = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     prefix = facts["device_prefix"]
     # Without the numbers of real devices: what holds a real GPU of this machine must not count.

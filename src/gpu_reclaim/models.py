@@ -211,7 +211,7 @@ class ProcessTable(BaseModel):
 
 
 class UnitState(BaseModel):
-    """A systemd unit, from `systemctl show`; the stop time limit in seconds, 0 for none."""
+    """A systemd unit, from `systemctl show`."""
 
     name: str
     names: list[str] = []
@@ -220,7 +220,6 @@ class UnitState(BaseModel):
     sub_state: str = ""
     triggered_by: list[str] = []
     control_group: str = ""
-    stop_timeout_s: float = 0
     can_stop: bool = True
 
     @property

@@ -247,7 +247,7 @@ def _denied(stderr: str) -> set[int]:
     map_files and root are two ways to the same number, and one is enough: see `_unread_maps`.
     """
     denied = (
-        r"(?:^|[\s'`‘\"])(?:/proc/)?(\d+)/(?!map_files/|root/)"
+        r"(?:^|[\s'`\u2018\"])(?:/proc/)?(\d+)/(?!map_files/|root/)"
         r"[^\n]*(?:Permission denied|not permitted)"
     )
     return {int(match[1]) for match in re.finditer(denied, stderr, re.M)}

@@ -49,6 +49,7 @@ class Record:
     session: Session
     policy: ReclaimPolicy
     before: Survey | None = None
+    settled: Settled | None = None
     after: Survey | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -66,6 +67,8 @@ class Record:
         """Keep what a step did."""
         if isinstance(outcome, Outcome):
             self.outcomes.append(outcome)
+        else:
+            self.settled = outcome
         self.steps.append(outcome.step)
 
     def verified(self, survey: Survey) -> None:
@@ -196,6 +199,7 @@ def conclude(record: Record) -> ReclaimReport:
         policy=record.policy,
         before=record.before.reading,
         after=after.reading,
+        settled=record.settled,
         expected_gpus=record.session.expected_gpus,
         holders=[process for process in choice.victims if process.devices],
         spared=choice.spared,

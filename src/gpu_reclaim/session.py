@@ -112,7 +112,7 @@ def look(
         hostname=result.section("identity").value("hostname"),
         machine_id=result.section("identity").value("machine-id"),
         reading=_reading(result, gpus=gpus, apps=apps),
-        units=unit_states(session, result) if "units" in parts else [],
+        units=unit_states(session, result, session.units) if "units" in parts else [],
         table=_table(session, result, with_fuser=with_fuser),
     )
     survey.step.seconds = session.clock() - started
@@ -151,22 +151,24 @@ def _table(session: Session, result: Result, *, with_fuser: bool) -> ProcessTabl
     return table.model_copy(update={"fuser_only": named})
 
 
-def unit_states(session: Session, result: Result) -> list[UnitState]:
-    """The states of the session's units, in its order.
+def unit_states(
+    session: Session, result: Result, units: Sequence[str], *, part: str = "units"
+) -> list[UnitState]:
+    """The states of units, in their order, from the blocks in a part of the answer.
 
     Raises:
         UnknownUnit: systemd does not know one of them.
         BadAnswer: There is no systemctl, or it failed altogether.
     """
-    section = result.section("units")
+    section = result.section(part)
     states = systemd.parse_show(section)
     if not states and section.code != 0:
         raise BadAnswer(
-            f"{result.where}: units {', '.join(session.units)} cannot be shown by systemctl",
+            f"{result.where}: units {', '.join(units)} cannot be shown by systemctl",
             remedy="check that the host runs systemd, and the units in the GpuHost block",
             result=result,
         )
-    return [_state_of(unit, states, session, result) for unit in session.units]
+    return [_state_of(unit, states, session, result) for unit in units]
 
 
 def _state_of(

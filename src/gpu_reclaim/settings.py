@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.processes import NVIDIA_MAJOR, DeviceSet
 
@@ -66,6 +68,13 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Environment, then .env, then TOML."""
-        toml = TomlConfigSettingsSource(settings_cls)
+        """Environment, then .env, then TOML.
+
+        Raises:
+            BadInput: The file is no TOML.
+        """
+        try:
+            toml = TomlConfigSettingsSource(settings_cls)
+        except tomllib.TOMLDecodeError as error:
+            raise BadInput(f"{TOML_FILE} is no TOML: {error}", remedy="mend the file") from error
         return init_settings, env_settings, dotenv_settings, toml

@@ -82,8 +82,8 @@ def settle(
         session.sleep(min(_wait(pause, kind, sample), left))
     step = Step(name="settle", via=survey.step.via, seconds=session.clock() - started)
     free = kind == "free" and streak.length >= policy.stable_samples
-    reason = {"free": "free", "failing": sample.problem, "held": "still held"}.get(kind, "")
-    return Settled(step=step, free=free, reason=reason or "time limit", samples=samples)
+    reason = {"failing": sample.problem, "held": "still held"}.get(kind, "") or "time limit"
+    return Settled(step=step, free=free, reason="free" if free else reason, samples=samples)
 
 
 def _wait(pause: _Pause, kind: str, sample: Sample) -> float:

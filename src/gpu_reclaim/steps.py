@@ -10,7 +10,7 @@ import logging
 
 from gpu_reclaim import signals
 from gpu_reclaim.commands import Script
-from gpu_reclaim.errors import BadInput, Unreachable
+from gpu_reclaim.errors import AccessRefused, BadInput, HostKeyRefused, Unreachable
 from gpu_reclaim.models import (
     Ended,
     Outcome,
@@ -61,6 +61,8 @@ def _check_units(session: Session, found: Survey) -> None:
 def _check_node(session: Session) -> None:
     try:
         check_node(session)
+    except (HostKeyRefused, AccessRefused):  # no reason to try another door, see Links
+        raise
     except Unreachable as error:
         if session.links.direct is None:
             raise
@@ -81,6 +83,8 @@ def proxmox_exec_kill(session: Session, policy: ReclaimPolicy) -> Outcome:
         return Outcome(step=Step(name="proxmox_exec_kill"), note=note)
     try:
         return release(session, policy, "proxmox_exec_kill", session.links.through_hypervisor)
+    except (HostKeyRefused, AccessRefused):
+        raise
     except Unreachable as error:
         if policy.via == "hypervisor" or session.links.direct is None:
             raise

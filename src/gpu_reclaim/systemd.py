@@ -21,35 +21,15 @@ PROPERTIES = (
     "SubState",
     "TriggeredBy",
     "ControlGroup",
-    "TimeoutStopUSec",
     "CanStop",
 )
 
 UNIT_TYPES = ("service", "socket", "timer", "path", "target", "mount", "scope", "slice")
 
-DEFAULT_STOP_TIMEOUT_S = 90
-"""systemd's DefaultTimeoutStopSec (systemd-system.conf)."""
-
-STOP_MARGIN_S = 15
-"""After TimeoutStopSec systemd still sends KILL and waits for the processes to go."""
-
 MAX_STOP_S = 600
 """No stop is waited for longer, whatever TimeoutStopSec says (it may be infinity)."""
 
 _UNIT = re.compile(r"[A-Za-z0-9:_.@\\][A-Za-z0-9:_.@\\-]{0,255}")
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|month|min|h|d|w|y)")
-_SECONDS = {
-    "us": 1e-6,
-    "ms": 1e-3,
-    "s": 1,
-    "min": 60,
-    "h": 3600,
-    "d": 86400,
-    "w": 604800,
-    "month": 2629800,
-    "y": 31557600,
-}
-"""systemd's own lengths (src/basic/time-util.h); it prints fractions too: `1.500000s`."""
 
 
 def unit_name(name: str) -> str:
@@ -72,10 +52,32 @@ def show(units: Iterable[str]) -> str:
     return f"systemctl show --no-pager -p {','.join(PROPERTIES)} -- {names}"
 
 
+REFUSED = 90
+"""Exit status of `stop` when a unit is unknown or refuses to be stopped by hand."""
+
+
 def stop(units: Iterable[str]) -> str:
-    """Shell text that stops units, triggers first, and waits for it."""
+    """Shell text that shows units and their triggers, then stops triggers and units, and waits.
+
+    Nothing is stopped, and the status is REFUSED, when one is unknown or has RefuseManualStop.
+    """
+    units = list(units)
     names = " ".join(shlex.quote(unit) for unit in units)
-    return f"systemctl --no-ask-password stop -- {names}"
+    return "\n".join(
+        [
+            "set -f",
+            f"shown=$({show(units)})",
+            "printf '%s\\n\\n' \"$shown\"",
+            f'case "$shown" in *LoadState=not-found*|*CanStop=no*) exit {REFUSED};; esac',
+            "triggers=$(printf '%s\\n' \"$shown\" | sed -n 's/^TriggeredBy=//p')",
+            'if [ -n "$triggers" ]; then',
+            f"  systemctl show --no-pager -p {','.join(PROPERTIES)} -- $triggers",
+            # A live socket, timer or path would start the unit again.
+            "  systemctl --no-ask-password stop -- $triggers",
+            "fi",
+            f"systemctl --no-ask-password stop -- {names}",
+        ]
+    )
 
 
 def parse_show(section: Section) -> list[UnitState]:
@@ -97,22 +99,5 @@ def _state(values: dict[str, str]) -> UnitState:
         sub_state=values.get("SubState", ""),
         triggered_by=values.get("TriggeredBy", "").split(),
         control_group=values.get("ControlGroup", ""),
-        stop_timeout_s=seconds(values.get("TimeoutStopUSec", "")),
         can_stop=values.get("CanStop", "yes") != "no",
     )
-
-
-def seconds(span: str) -> float:
-    """A time span as systemd prints it (`1min 30s`), in seconds.
-
-    0 for none; infinity counts as MAX_STOP_S, as nothing is waited for longer.
-    """
-    if span == "infinity":
-        return MAX_STOP_S
-    return sum(float(number) * _SECONDS[unit] for number, unit in _SPAN.findall(span))
-
-
-def stop_limit_s(states: Iterable[UnitState]) -> float:
-    """How long stopping these units may take, in seconds."""
-    limits = [state.stop_timeout_s or DEFAULT_STOP_TIMEOUT_S for state in states]
-    return min(max(limits, default=DEFAULT_STOP_TIMEOUT_S) + STOP_MARGIN_S, MAX_STOP_S)

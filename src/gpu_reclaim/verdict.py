@@ -24,6 +24,7 @@ from gpu_reclaim.models import (
     GpuReading,
     Process,
     ReclaimPolicy,
+    Settled,
     Spared,
     Verdict,
 )
@@ -40,6 +41,7 @@ class Evidence:
         policy: What was asked.
         before: GPUs before anything was touched.
         after: GPUs at the end.
+        settled: How the wait before the last look went; None: there was none.
         expected_gpus: How many GPUs the host must have; None: as many as before.
         holders: Unprotected holders at the end.
         spared: Who was left alone at the end, and why.
@@ -52,6 +54,7 @@ class Evidence:
     policy: ReclaimPolicy
     before: GpuReading
     after: GpuReading
+    settled: Settled | None = None
     expected_gpus: int | None = None
     holders: Sequence[Process] = ()
     spared: Sequence[Spared] = ()
@@ -68,8 +71,12 @@ class Evidence:
     @property
     def in_use(self) -> list[Gpu]:
         """Wanted GPUs with more memory in use than may remain."""
-        limit = 0 if self.policy.strict_zero else self.policy.residue_mib
-        return [gpu for gpu in self.wanted if (gpu.memory_used_mib or 0) > limit]
+        return [gpu for gpu in self.wanted if (gpu.memory_used_mib or 0) > self.limit_mib]
+
+    @property
+    def limit_mib(self) -> int:
+        """Memory per GPU that may remain in use."""
+        return 0 if self.policy.strict_zero else self.policy.residue_mib
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ def decide(e: Evidence) -> Finding:
     return (
         _reading_failed(e)
         or _gpu_missing(e)
+        or _rows_unsound(e)
         or _gpu_faulty(e)
         or _memory_unread(e)
         or _held_visibly(e)
@@ -93,6 +101,7 @@ def decide(e: Evidence) -> Finding:
         or _held_by_undead(e)
         or _held_by_protected(e)
         or _held_unseen(e)
+        or _not_settled(e)
         or _free(e)
     )
 
@@ -142,6 +151,15 @@ def _gpu_missing(e: Evidence) -> Finding | None:
         text = f"{len(e.after.gpus)} GPUs answer, {e.expected_gpus} are expected"
         return Finding(Verdict.GPU_MISSING, text, remedy)
     return None
+
+
+def _rows_unsound(e: Evidence) -> Finding | None:
+    rows = e.after.gpus
+    twice = len({gpu.index for gpu in rows}) < len(rows) or len({x.uuid for x in rows}) < len(rows)
+    if e.wanted and not twice:
+        return None
+    what = "a GPU is listed twice" if twice else "no GPU was read"
+    return Finding(Verdict.UNKNOWN, f"{what}, so nothing is proven", "run nvidia-smi on the host")
 
 
 def _gpu_faulty(e: Evidence) -> Finding | None:
@@ -246,15 +264,7 @@ def _held_by_protected(e: Evidence) -> Finding | None:
     if not e.in_use:
         return None
     listed = {app.pid: app.memory_used_mib for app in e.after.apps}
-    limit = e.policy.residue_mib
-    theirs = [
-        row
-        for row in e.spared
-        if row.devices
-        and (
-            (listed.get(row.pid) or 0) > limit if row.pid in listed else row.name not in ZERO_MEMORY
-        )
-    ]
+    theirs = [row for row in e.spared if row.devices and _uses_memory(e, row, listed.get(row.pid))]
     if not theirs:
         return None
     text = "; ".join(f"{x.name} (pid {x.pid}, {x.owner}): {x.reason}" for x in theirs)
@@ -263,6 +273,13 @@ def _held_by_protected(e: Evidence) -> Finding | None:
         f"{_memory(e.in_use)}, held by what must not be ended: {text}",
         "stop it yourself if it may be stopped, then run this again",
     )
+
+
+def _uses_memory(e: Evidence, row: Spared, listed_mib: int | None) -> bool:
+    """nvidia-smi lists it with memory; where it says nothing, its name decides."""
+    if listed_mib is None:
+        return row.name not in ZERO_MEMORY
+    return listed_mib > e.limit_mib
 
 
 def _held_unseen(e: Evidence) -> Finding | None:
@@ -275,6 +292,17 @@ def _held_unseen(e: Evidence) -> Finding | None:
         "look from the machine that runs the driver (the Proxmox node): a holder may live in "
         "another guest or PID namespace; if nobody holds it there either, the driver has not "
         "released it and only a GPU reset or reboot, decided by a person, will",
+    )
+
+
+def _not_settled(e: Evidence) -> Finding | None:
+    if e.settled is None or e.settled.free:
+        return None
+    return Finding(
+        Verdict.UNKNOWN,
+        "the GPUs read free in the last look, but never in "
+        f"{e.policy.stable_samples} readings in a row ({e.settled.reason})",
+        "run it again with a longer settle time limit; see the readings in the settle artifact",
     )
 
 

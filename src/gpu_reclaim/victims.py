@@ -59,6 +59,9 @@ PROTECTED = {
 """Executables never signalled, by base name (from mig-parted's list of GPU clients, NVIDIA's
 documentation and reports of people whose scripts ended the wrong process)."""
 
+_SHORT = {name[:15]: why for name, why in PROTECTED.items()}
+"""The same as /proc/PID/comm has them, for when the executable cannot be read (proc(5))."""
+
 PROTECTED_UNITS = (
     "nvidia-persistenced.service",
     "nvidia-fabricmanager.service",
@@ -164,11 +167,12 @@ def protection(
     """Why it must not be signalled; empty when it may be."""
     if process.pid in table.ourselves or process.pid == 1:
         return "it is this run itself, or what started it"
-    if not process.exe and process.ppid == 2:  # noqa: PLR2004 - kthreadd, the parent of kernel threads
+    if not process.exe and 2 in (process.pid, process.ppid):  # noqa: PLR2004 - kthreadd and its threads
         return "it is a kernel thread"
     program = process.exe.rpartition("/")[2] or process.comm
-    if program in PROTECTED:
-        return f"protected: {PROTECTED[program]}"
+    why = PROTECTED.get(program) if process.exe else _SHORT.get(process.comm)
+    if why:
+        return f"protected: {why}"
     belongs = owner(process.cgroups)
     if belongs.kind == "unit" and protected_name(PROTECTED_UNITS, belongs.name):
         return f"protected: it belongs to {belongs}"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,11 @@ class Setting:
         )
 
     def left(self) -> list[str]:
-        """Command lines of processes that carry the mark, and files that are left."""
+        """Its processes and files that are there."""
+        return self.processes() + [str(path) for path in self.folder.iterdir()]
+
+    def processes(self) -> list[str]:
+        """Command lines of the processes that carry the mark."""
         found = []
         for process in Path("/proc").iterdir():
             try:
@@ -56,7 +61,7 @@ class Setting:
                     found.append((process / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
-        return found + [str(path) for path in self.folder.iterdir()]
+        return found
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,13 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
         if re.search(pattern, line):
             return text
     raise AssertionError(f"no line matched {pattern!r}:\n{text}")
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def table(text: str, title: str) -> list[str]:
@@ -151,13 +163,10 @@ def test_interrupted_it_leaves_nothing(
     assert setting.left() == []
 
 
-def test_killed_it_takes_its_guest_along(setting: Setting) -> None:
+def test_killed_it_takes_all_its_processes_along(setting: Setting) -> None:
     process = setting.start()
-    read_until(process, "Starting a private Prefect server")
+    wait_for(lambda: "story.py" in " ".join(setting.processes()))
     process.kill()
     process.communicate(timeout=PATIENCE_S)
 
-    until = time.monotonic() + PATIENCE_S
-    while any("scheduler" in left or "persistenced" in left for left in setting.left()):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: setting.processes() == [])

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from gpu_reclaim.blocks import GpuHost, ProxmoxGuest, SshAccess
+from prefect.settings import PREFECT_API_URL
+
 from lab.lab import Lab
 
 from gpu_reclaim.commands import Guard
@@ -17,6 +20,9 @@ from gpu_reclaim.transport.pct import PctTransport
 from gpu_reclaim.transport.ssh import SshOptions, SshTransport
 
 UNIT = "sglang-qwen.service"
+_REGISTERED: set[str] = set()
+"""Prefect servers that know the block classes."""
+
 DEVICES = DeviceSet(path_prefixes=("/dev/nvidia",))
 
 
@@ -116,4 +122,11 @@ def save_host(lab: Lab, name: str = "lab", **changes: Any) -> None:
         "units": [UNIT],
         "expected_gpus": 4,
     }
-    GpuHost(**(values | changes)).save(name, overwrite=True)
+    host = GpuHost(**(values | changes))
+    server = str(PREFECT_API_URL.value())
+    with pytest.MonkeyPatch.context() as patch:
+        if server in _REGISTERED:
+            # Registering the classes again, as each save does, takes Prefect ten seconds.
+            patch.setattr(GpuHost, "register_type_and_schema", lambda: None)
+        host.save(name, overwrite=True)
+    _REGISTERED.add(server)

@@ -69,7 +69,10 @@ class PretendHost:
 
     def _section(self, name: str, body: str) -> Section:
         if name == "stop":
-            self.active, self.stops = False, self.stops + 1
+            shown = self._unit()
+            # systemd stops what runs; stopping the rest is no event.
+            self.active, self.stops = False, self.stops + self.active
+            return Section(shown, 0)
         if name == "end":
             return Section(self._end(body), 0)
         texts: dict[str, Callable[[], str]] = {
@@ -103,7 +106,7 @@ class PretendHost:
         state = "active\nSubState=running" if self.active else "inactive\nSubState=dead"
         return (
             f"Id=sglang.service\nNames=sglang.service\nLoadState=loaded\nActiveState={state}\n"
-            "TriggeredBy=\nTimeoutStopUSec=10s\nCanStop=yes"
+            "TriggeredBy=\nCanStop=yes"
         )
 
     def _processes(self) -> str:

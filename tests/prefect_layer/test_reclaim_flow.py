@@ -87,10 +87,10 @@ def test_run_leaves_artifacts_a_person_can_read(pretend: PretendHost) -> None:
 
 
 def test_only_the_name_of_the_host_is_stored(pretend: PretendHost) -> None:
-    reclaim_gpus("pretend", QUICK)
+    reclaim_gpus("pretend", ReclaimPolicy(settle_timeout_s=9))
 
     assert last_run().parameters["host"] == "pretend"
-    assert last_run().parameters["policy"]["settle_timeout_s"] == 0
+    assert last_run().parameters["policy"]["settle_timeout_s"] == 9
 
 
 def test_bad_verdict_fails_the_run_and_carries_the_report(pretend: PretendHost) -> None:

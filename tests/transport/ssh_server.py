@@ -310,19 +310,23 @@ class Relay:
                 threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
 
     def _pump(self, near: socket.socket, far: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while True:
-                wanted = [far] if near in self._frozen else [near, far]
-                for ready in select.select(wanted, [], [], 0.05)[0]:
-                    if ready in self._frozen and ready is near:
-                        continue
-                    data = ready.recv(65536)
-                    if not data:
-                        self.hung_up.set()
-                        near.close()
-                        far.close()
-                        return
-                    (far if ready is near else near).sendall(data)
+        with contextlib.suppress(OSError, ValueError):  # reset by a client, closed by the test
+            while self._pass_on(near, far):
+                pass
+        self.hung_up.set()
+        near.close()
+        far.close()
+
+    def _pass_on(self, near: socket.socket, far: socket.socket) -> bool:
+        wanted = [far] if near in self._frozen else [near, far]
+        for ready in select.select(wanted, [], [], 0.05)[0]:
+            if ready is near and near in self._frozen:
+                continue
+            data = ready.recv(65536)
+            (far if ready is near else near).sendall(data)
+            if not data:
+                return False
+        return True
 
 
 def promptly(work: Callable[[], object]) -> None:
@@ -343,16 +347,15 @@ def promptly(work: Callable[[], object]) -> None:
         raise error
 
 
-def keygen(path: Path, kind: str = "ed25519", passphrase: str = "", *more: str) -> Path:
-    """A key pair by the real ssh-keygen; the private key's path."""
+def keygen(path: Path, kind: str = "ed25519") -> None:
+    """A key pair by the real ssh-keygen; `path` is the private key's."""
     bits = ["-b", "2048"] if kind == "rsa" else []  # quicker to find than the default of 3072
-    command = ["ssh-keygen", "-q", "-t", kind, *bits, "-N", passphrase, "-C", "a comment"]
+    command = ["ssh-keygen", "-q", "-t", kind, *bits, "-N", "", "-C", "a comment"]
     subprocess.run(
-        [*command, *more, "-f", path],
+        [*command, "-f", path],
         check=True,
         stdin=subprocess.DEVNULL,
     )
-    return path
 
 
 def public(path: Path) -> str:

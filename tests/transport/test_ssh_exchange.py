@@ -83,7 +83,7 @@ def test_the_last_words_come_just_before_the_end(how: str) -> None:
     channel.between = finish
     got = talk(channel, 60)
     assert (got.ending, got.exit_code) == (Ending.DONE, 0)
-    assert (got.stdout, got.stderr) == (b"last words", b"and more")
+    assert (bytes(got.stdout), bytes(got.stderr)) == (b"last words", b"and more")
 
 
 def test_output_that_never_pauses_does_not_hide_the_deadline() -> None:

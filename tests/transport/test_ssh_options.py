@@ -11,7 +11,7 @@ import pytest
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.transport.ssh import SshOptions, SshTransport
 from gpu_reclaim.transport.ssh_options import prepare
-from transport.ssh_server import keygen, public
+from transport.ssh_server import public
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +52,25 @@ def test_values_that_make_no_sense(given: dict[str, object], words: str) -> None
     assert "secret-word" not in str(caught.value)
 
 
+def recast(source: Path, path: Path, passphrase: str, form: str) -> Path:
+    """A copy of a key in another format and under another passphrase."""
+    path.write_text(source.read_text())
+    path.chmod(0o600)
+    change = ["ssh-keygen", "-q", "-p", "-P", "", "-N", passphrase, "-m", form, "-f", str(path)]
+    subprocess.run(change, check=True, capture_output=True)
+    return path
+
+
 @pytest.mark.parametrize("kind", ["ed25519", "rsa", "ecdsa"])
 @pytest.mark.parametrize("form", ["RFC4716", "PEM", "PKCS8"])
 @pytest.mark.parametrize("passphrase", ["", "open sesame"])
 def test_private_keys_in_all_usual_formats(
-    tmp_path: Path, kind: str, form: str, passphrase: str
+    tmp_path: Path, keys: Path, kind: str, form: str, passphrase: str
 ) -> None:
-    path = keygen(tmp_path / "key", kind, passphrase, "-m", form)
+    path = recast(keys / f"host_{kind}", tmp_path / "key", passphrase, form)
     options = SshOptions("node.lab", private_key_path=path, passphrase="open sesame")
     (opened,) = prepare(options).keys
-    assert f"{opened.get_name()} {opened.get_base64()}" in public(path)
+    assert f"{opened.get_name()} {opened.get_base64()}" in public(keys / f"host_{kind}")
 
 
 def test_a_key_given_as_text_with_foreign_line_ends(keys: Path) -> None:
@@ -88,9 +97,9 @@ def test_a_key_as_pkcs8_from_openssl(tmp_path: Path) -> None:
     ("passphrase", "words"), [(None, "is encrypted"), ("wrong-word", "passphrase is wrong")]
 )
 def test_an_encrypted_key_and_no_right_passphrase(
-    tmp_path: Path, kind: str, passphrase: str | None, words: str
+    tmp_path: Path, keys: Path, kind: str, passphrase: str | None, words: str
 ) -> None:
-    path = keygen(tmp_path / "key", kind, "open sesame")
+    path = recast(keys / f"host_{kind}", tmp_path / "key", "open sesame", "RFC4716")
     options = SshOptions("node.lab", private_key_path=path, passphrase=passphrase)
     with pytest.raises(BadInput, match=words) as caught:
         SshTransport(options)

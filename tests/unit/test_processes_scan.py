@@ -91,7 +91,7 @@ def test_a_file_that_only_bears_a_gpus_name_is_none(tools: str, stage: Stage) ->
 def test_a_holder_by_mapping_alone_is_found(tools: str, stage: Stage, root: None) -> None:
     node = stage.node("nvidia0", 1, 5)
     holder = stage.start(MAP_ONLY.format(path=node))
-    assert node not in [os.readlink(x) for x in Path(f"/proc/{holder}/fd").iterdir()]
+    assert node not in [str(x.readlink()) for x in Path(f"/proc/{holder}/fd").iterdir()]
 
     assert devices_of(look(MEMORY), holder) == [f"{node} (map)"]
 
@@ -445,7 +445,7 @@ def test_processes_that_may_not_be_looked_into_are_counted(
 
 def test_a_process_that_hides_even_from_root_is_counted(tools: str, root: None) -> None:
     try:
-        os.readlink("/proc/1/fd/0")
+        Path("/proc/1/fd/0").readlink()
     except PermissionError:
         assert 1 in look(NOTHING).uninspected
     else:

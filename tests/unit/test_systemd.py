@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,20 +11,15 @@ from gpu_reclaim.commands import Section
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import UnitState
 from gpu_reclaim.systemd import (
-    DEFAULT_STOP_TIMEOUT_S,
-    MAX_STOP_S,
-    STOP_MARGIN_S,
+    REFUSED,
     parse_show,
-    seconds,
     show,
     stop,
-    stop_limit_s,
     unit_name,
 )
 from unit.shells import here, stub
 
 SERVICE = """\
-TimeoutStopUSec=1min 30s
 ControlGroup=/system.slice/sglang-qwen.service
 Id=sglang-qwen.service
 Names=sglang-qwen.service sglang.service
@@ -34,7 +30,6 @@ SubState=running
 CanStop=yes"""
 
 INSTANCE = r"""
-TimeoutStopUSec=infinity
 ControlGroup=/system.slice/system-sglang.slice/sglang@qwen\x2d72b.service
 Id=sglang@qwen\x2d72b.service
 Names=sglang@qwen\x2d72b.service
@@ -66,7 +61,6 @@ LoadState=loaded
 ActiveState=active
 SubState=listening
 ControlGroup=/system.slice/sglang.socket
-TimeoutStopUSec=1min 30s
 CanStop=no"""
 
 
@@ -122,23 +116,89 @@ def test_what_is_no_unit_name_is_refused(given: str) -> None:
         unit_name(given)
 
 
-def test_names_reach_systemctl_whole_and_behind_the_options(stub_path: str) -> None:
-    names = [r"sglang@qwen\x2d72b.service", "b.service"]
-    result = here({"show": show(names), "stop": stop(names)})
+class Systemctl:
+    """A stand-in: shows blocks from files, and keeps its arguments, a call a line."""
 
-    assert result.sections["show"].text.split("\n")[-4:] == ["--", *names, ""]
-    assert result.sections["stop"].text.split("\n")[-5:] == ["stop", "--", *names, ""]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        stub(
+            folder,
+            "systemctl",
+            f"printf '%s|' \"$@\" >> {folder}/calls; echo >> {folder}/calls\n"
+            'case " $* " in *" show "*) ;; *) exit 0;; esac\n'
+            'while [ "$1" != -- ]; do shift; done; shift\n'
+            f'for unit in "$@"; do cat {folder}/"$unit"; echo; done',
+        )
+
+    def unit(
+        self, name: str, triggers: str = "", load: str = "loaded", can_stop: str = "yes"
+    ) -> None:
+        (self.folder / name).write_text(
+            f"Id={name}\nNames={name}\nLoadState={load}\nActiveState=active\n"
+            f"TriggeredBy={triggers}\nCanStop={can_stop}\n"
+        )
+
+    @property
+    def stopped(self) -> list[str]:
+        """Arguments of the calls that stop."""
+        calls = (self.folder / "calls").read_text().splitlines()
+        return [call for call in calls if "|stop|" in call or call.startswith("stop|")]
 
 
 @pytest.fixture
-def stub_path(
-    shell: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """A systemctl that prints its arguments, a line each."""
-    folder = tmp_path_factory.mktemp("systemctl")
-    stub(folder, "systemctl", r"""printf '%s\n' "$@" """)
+def systemctl(shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Systemctl:
+    folder = tmp_path / "systemctl"
+    folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return str(folder)
+    return Systemctl(folder)
+
+
+def test_names_reach_systemctl_whole_and_behind_the_options(systemctl: Systemctl) -> None:
+    names = [r"sglang@qwen\x2d72b.service", "b.service"]
+    for name in names:
+        systemctl.unit(name)
+    shown = here({"show": show(names)}).sections["show"]
+    result = here({"stop": stop(names)}).sections["stop"]
+
+    assert [state.name for state in parse_show(shown)] == names
+    assert [state.name for state in parse_show(result)] == names
+    assert result.code == 0
+    assert systemctl.stopped == [f"--no-ask-password|stop|--|{'|'.join(names)}|"]
+
+
+def test_triggers_are_shown_and_stopped_before_their_units(systemctl: Systemctl) -> None:
+    systemctl.unit("a.service", triggers="a.socket a.timer")
+    systemctl.unit("b.service")
+    systemctl.unit("c.service", triggers=r"c\x2d1.path")
+    for name in ("a.socket", "a.timer", r"c\x2d1.path"):
+        systemctl.unit(name)
+    result = here({"stop": stop(["a.service", "b.service", "c.service"])}).sections["stop"]
+
+    assert [state.name for state in parse_show(result)] == [
+        "a.service",
+        "b.service",
+        "c.service",
+        "a.socket",
+        "a.timer",
+        r"c\x2d1.path",
+    ]
+    assert systemctl.stopped == [
+        r"--no-ask-password|stop|--|a.socket|a.timer|c\x2d1.path|",
+        "--no-ask-password|stop|--|a.service|b.service|c.service|",
+    ]
+
+
+@pytest.mark.parametrize(("load", "can_stop"), [("not-found", "yes"), ("loaded", "no")])
+def test_nothing_is_stopped_when_one_unit_is_unknown_or_refuses(
+    systemctl: Systemctl, load: str, can_stop: str
+) -> None:
+    systemctl.unit("a.service", triggers="a.socket")
+    systemctl.unit("b.service", load=load, can_stop=can_stop)
+    result = here({"stop": stop(["a.service", "b.service"])}).sections["stop"]
+
+    assert result.code == REFUSED
+    assert [state.name for state in parse_show(result)] == ["a.service", "b.service"]
+    assert systemctl.stopped == []
 
 
 # Blocks.
@@ -158,7 +218,6 @@ def test_a_service_with_alias_and_triggers() -> None:
             sub_state="running",
             triggered_by=["sglang-qwen.timer", "sglang-qwen.socket"],
             control_group="/system.slice/sglang-qwen.service",
-            stop_timeout_s=90,
             can_stop=True,
         )
     ]
@@ -215,54 +274,3 @@ def test_a_block_without_state_is_left_out(missing: str) -> None:
 )
 def test_what_is_no_block_gives_no_state(text: str) -> None:
     assert states(text, code=1) == []
-
-
-# Time limits.
-
-
-@pytest.mark.parametrize(
-    ("span", "expected"),
-    [
-        ("1min 30s", 90),
-        ("5s", 5),
-        ("500ms", 0.5),
-        ("1.500000s", 1.5),
-        ("1min 30.500000s", 90.5),
-        ("2h 3min 4s", 7384),
-        ("1d", 86400),
-        ("1w 1d", 8 * 86400),
-        ("250us", 0.00025),
-        ("", 0),
-        ("0", 0),
-        ("[not set]", 0),
-    ],
-)
-def test_spans_as_systemd_prints_them(span: str, expected: float) -> None:
-    assert seconds(span) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("span", ["infinity", "1month 1w 2d 13h 30min", "1y", "2month"])
-def test_the_longest_spans_are_at_least_the_longest_that_is_waited_for(span: str) -> None:
-    assert seconds(span) >= MAX_STOP_S
-
-
-def unit(span: str) -> UnitState:
-    return states(SERVICE.replace("1min 30s", span))[0]
-
-
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        ([], DEFAULT_STOP_TIMEOUT_S + STOP_MARGIN_S),
-        ([""], DEFAULT_STOP_TIMEOUT_S + STOP_MARGIN_S),
-        (["5s"], 5 + STOP_MARGIN_S),
-        (["5s", "3min"], 180 + STOP_MARGIN_S),
-        (["5s", ""], DEFAULT_STOP_TIMEOUT_S + STOP_MARGIN_S),
-        (["1.500000s"], 1.5 + STOP_MARGIN_S),
-        (["infinity"], MAX_STOP_S),
-        (["5s", "infinity"], MAX_STOP_S),
-        (["3h"], MAX_STOP_S),
-    ],
-)
-def test_stopping_may_take_as_long_as_the_slowest_unit(spans: list[str], expected: float) -> None:
-    assert stop_limit_s([unit(span) for span in spans]) == pytest.approx(expected)

@@ -70,7 +70,7 @@ class Links:
         except Unreachable as error:
             if self._direct_failed is None:
                 raise
-            raise Unreachable(
+            raise type(error)(
                 f"{self._direct_failed.message}; and {error.message}",
                 remedy=f"{self._direct_failed.remedy}; or: {error.remedy}",
             ) from error

@@ -1,0 +1,154 @@
+"""What a process belongs to, by its control groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_reclaim.models import Owner
+from gpu_reclaim.owners import in_unit, owner, stop_command
+
+ID = "3f4e5a6b7c8d9e0f1a2b3c4d5e6f708192a3b4c5d6e7f8091a2b3c4d5e6f7081"
+SHORT = ID[:12]
+USER = "/user.slice/user-1000.slice/user@1000.service"
+POD = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod12_34.slice"
+
+
+def v1(path: str) -> list[str]:
+    """The paths of a ten-line control group file of version 1."""
+    lines = [
+        f"12:cpuset:{path}",
+        f"11:devices:{path}",
+        "10:freezer:/",
+        f"9:memory:{path}",
+        "8:hugetlb:/",
+        f"7:pids:{path}",
+        "6:cpu,cpuacct:/",
+        "5:blkio:/",
+        f"1:name=systemd:{path}",
+        "0::/",
+    ]
+    return sorted({line.split(":", 2)[2] for line in lines})
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "name"),
+    [
+        ("/system.slice/sglang.service", "unit", "sglang.service"),
+        ("/system.slice/sglang.service/worker", "unit", "sglang.service"),
+        ("/system.slice/system-sglang.slice/sglang@q.service", "unit", "sglang@q.service"),
+        (r"/system.slice/sglang@q\x2d72b.service", "unit", r"sglang@q\x2d72b.service"),
+        ("/system.slice/docker.service", "unit", "docker.service"),
+        ("/llm.slice/llm-gpu.slice/vllm.service", "unit", "vllm.service"),
+        (f"/system.slice/docker-{ID}.scope", "container", f"docker {SHORT}"),
+        (f"/docker/{ID}", "container", f"docker {SHORT}"),
+        (f"/docker/{ID}/nested", "container", f"docker {SHORT}"),
+        (f"/machine.slice/libpod-{ID}.scope", "container", f"libpod {SHORT}"),
+        (f"/machine.slice/libpod-{ID}.scope/container", "container", f"libpod {SHORT}"),
+        (f"{USER}/user.slice/libpod-{ID}.scope", "container", f"libpod {SHORT}"),
+        (f"{POD}/cri-containerd-{ID}.scope", "container", f"cri-containerd {SHORT}"),
+        (f"{POD}/crio-{ID}.scope", "container", f"crio {SHORT}"),
+        (f"/kubepods/besteffort/pod12/{ID}", "container", ID),
+        (
+            f"/system.slice/containerd.service/kubepods-pod1.slice:cri-containerd:{ID}",
+            "container",
+            f"kubepods-pod1.slice:cri-containerd:{ID}"[:64],
+        ),
+        (f"{USER}/app.slice/ollama.service", "user unit", "ollama.service of uid 1000"),
+        (f"{USER}/app.slice/app-x.slice/x@1.service", "user unit", "x@1.service of uid 1000"),
+        (f"{USER}/app.slice/run-r1.scope", "user unit", "run-r1.scope of uid 1000"),
+        (f"{USER}/init.scope", "user unit", "init.scope of uid 1000"),
+        ("/user.slice/user-0.slice/session-3.scope", "session", "session-3"),
+        ("/user.slice/user-0.slice/session-c1.scope", "session", "session-c1"),
+        ("/system.slice/run-r12.scope", "scope", "run-r12.scope"),
+        ("/machine.slice/machine-vm.scope", "scope", "machine-vm.scope"),
+        ("/init.scope", "scope", "init.scope"),
+        ("/", "none", ""),
+        ("/user.slice", "none", ""),
+        ("/system.slice", "none", ""),
+        ("/system.slice/x.serviceable", "none", ""),
+        ("", "none", ""),
+    ],
+)
+def test_owner_by_path(path: str, kind: str, name: str) -> None:
+    expected = Owner.model_validate({"kind": kind, "name": name})
+
+    assert owner([path]) == expected
+    assert owner(v1(path)) == expected
+    assert owner(["/", path, "/user.slice"] if kind == "unit" else [path]) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "inside"),
+    [
+        ("/lxc/129/ns/system.slice/sglang.service", "unit sglang.service"),
+        (f"/lxc/129/ns/system.slice/docker-{ID}.scope", f"container docker {SHORT}"),
+        ("/lxc/129/ns/user.slice/user-0.slice/session-3.scope", "session session-3"),
+        ("/lxc/129/ns", "none"),
+        ("/lxc/129/ns/init.scope", "scope init.scope"),
+        ("/lxc/129", "none"),
+    ],
+)
+def test_on_the_node_a_guests_name_is_the_answer(path: str, inside: str) -> None:
+    assert str(owner([path], on_node=True)) == "guest 129"
+    assert str(owner(v1(path), on_node=True)) == "guest 129"
+    assert str(owner([path])) == inside
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/lxc.monitor/129", "none"),
+        ("/lxc/abc/ns/system.slice/x.service", "unit x.service"),
+        ("/lxc/1290x/ns", "none"),
+        ("/system.slice/lxc/129/x.service", "unit x.service"),
+        ("/system.slice/pve-container@129.service", "unit pve-container@129.service"),
+        ("/qemu.slice/200.scope", "scope 200.scope"),
+        ("/system.slice/nvidia-persistenced.service", "unit nvidia-persistenced.service"),
+    ],
+)
+def test_on_the_node_what_is_no_guest_is_itself(path: str, expected: str) -> None:
+    assert str(owner([path], on_node=True)) == expected
+
+
+def test_the_path_that_says_most_decides() -> None:
+    assert str(owner(["/", "/user.slice", "/system.slice/a.service"])) == "unit a.service"
+    assert owner([]) == Owner(kind="none")
+
+
+@pytest.mark.parametrize(
+    ("of", "command"),
+    [
+        (Owner(kind="unit", name="a.service"), "systemctl stop a.service"),
+        (
+            Owner(kind="user unit", name="ollama.service of uid 1000"),
+            "systemctl --user --machine=1000@ stop ollama.service",
+        ),
+        (Owner(kind="container", name=f"docker {SHORT}"), f"docker stop {SHORT}"),
+        (Owner(kind="container", name=f"libpod {SHORT}"), f"podman stop {SHORT}"),
+        (Owner(kind="container", name=f"cri-containerd {SHORT}"), f"crictl stop {SHORT}"),
+        (Owner(kind="container", name=ID), ""),
+        (Owner(kind="session", name="session-3"), ""),
+        (Owner(kind="guest", name="129"), ""),
+        (Owner(kind="none"), ""),
+    ],
+)
+def test_the_command_that_stops_it(of: Owner, command: str) -> None:
+    assert stop_command(of) == command
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/system.slice/a.service", True),
+        ("/system.slice/a.service/sub", True),
+        ("/lxc/129/ns/system.slice/a.service", True),
+        ("/system.slice/aa.service", False),
+        ("/system.slice/a.service.d", False),
+        ("/system.slice/b.service", False),
+        (f"{USER}/app.slice/a.service", False),
+        ("/user.slice/user-0.slice/session-3.scope", False),
+    ],
+)
+def test_membership_of_a_unit(path: str, expected: bool) -> None:
+    assert in_unit([path], "a.service") is expected
+    assert in_unit(v1(path), "a.service") is expected

@@ -1,0 +1,302 @@
+"""A whole reclaim over a host in memory: the report, whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_reclaim.commands import Script, Section
+from gpu_reclaim.errors import (
+    BadInput,
+    GpuReclaimError,
+    GpusNotReclaimed,
+    GuestLocked,
+    IdentityMismatch,
+    LinkLost,
+    Unreachable,
+)
+from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, StoppedUnit, Verdict
+from gpu_reclaim.reclaim import Record, conclude, plan, reclaim
+from gpu_reclaim.transport.links import Links
+from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
+from unit.scenery import Host, Scene, Unit, scan_text, scene
+from unit.values import process
+
+POLICY = ReclaimPolicy()
+SGLANG = "sglang.service"
+
+
+def server() -> Scene:
+    """A unit with two workers, a script by hand, and somebody protected."""
+    host = Host(
+        used=[30_000, 10_000],
+        processes=[
+            process(50, unit=SGLANG),
+            process(51, unit=SGLANG),
+            process(60, name="train.py", command_line="train.py"),
+            process(70, exe="/usr/bin/nvidia-persistenced", comm="nvidia-persiste"),
+        ],
+        units={SGLANG: Unit()},
+        memory={50: (0, 20_000), 51: (0, 10_000), 60: (1, 10_000)},
+    )
+    return scene(host, units=["sglang"], expected_gpus=2)
+
+
+def refused(stage: Scene, policy: ReclaimPolicy = POLICY) -> ReclaimReport:
+    with pytest.raises(GpusNotReclaimed) as caught:
+        reclaim(stage.session, policy)
+    assert caught.value.report.remedy
+    return caught.value.report
+
+
+def test_a_reclaim_from_the_first_look_to_the_report() -> None:
+    stage = server()
+    report = reclaim(stage.session, POLICY)
+
+    assert report.verdict == Verdict.CLEAN
+    assert [gpu.memory_used_mib for gpu in report.gpus_before] == [30_000, 10_000]
+    assert [gpu.memory_used_mib for gpu in report.gpus_after] == [0, 0]
+    assert report.stopped == [StoppedUnit(unit=SGLANG)]
+    assert {(row.pid, row.signal, row.outcome) for row in report.ended} == {
+        (50, "systemctl stop", "ended"),
+        (51, "systemctl stop", "ended"),
+        (60, "TERM", "ended"),
+    }
+    assert [(row.pid, row.name) for row in report.spared] == [(70, "sglang::scheduler")]
+    assert [step.name for step in report.steps] == [
+        "survey",
+        "stop_systemd",
+        "proxmox_exec_kill",
+        "fuser_release",
+        "settle",
+        "verify_nvidia_smi",
+    ]
+    assert report.seconds == pytest.approx(sum(stage.clock.sleeps), abs=0.001)
+    assert stage.writes == [f"stop {SGLANG}", "end 1 processes"]
+
+
+def test_a_reclaim_of_a_free_host_writes_nothing() -> None:
+    stage = scene(Host(used=[0, 0]), expected_gpus=2)
+    report = reclaim(stage.session, POLICY)
+
+    assert report.verdict == Verdict.CLEAN
+    assert stage.writes == []
+
+
+def test_a_reclaim_of_some_gpus_leaves_the_others_alone() -> None:
+    stage = server()
+    report = reclaim(stage.session, ReclaimPolicy(gpus=[1]))
+
+    assert report.verdict == Verdict.CLEAN
+    assert report.stopped == []
+    assert [row.pid for row in report.ended] == [60]
+    assert stage.host.units[SGLANG].active == "active"
+    assert stage.host.used == [30_000, 0]
+
+
+def test_a_process_that_matches_is_ended_though_it_holds_no_gpu() -> None:
+    stage = server()
+    stage.host.processes.append(process(80, holds=False, command_line="agent.py"))
+    report = reclaim(stage.session, ReclaimPolicy(match=[r"agent\.py"]))
+
+    assert 80 in [row.pid for row in report.ended]
+
+
+# Plans.
+
+
+def test_a_plan_says_what_would_be_done_and_touches_nothing() -> None:
+    stage = server()
+    report = reclaim(stage.session, ReclaimPolicy(mode="plan"))
+
+    assert report.verdict == Verdict.PLANNED
+    assert report.stopped == [StoppedUnit(unit=SGLANG)]
+    assert {(row.pid, row.outcome, row.signal) for row in report.ended} == {
+        (50, "planned", ""),
+        (51, "planned", ""),
+        (60, "planned", ""),
+    }
+    assert [row.pid for row in report.spared] == [70]
+    assert f"would stop {SGLANG} and end 3 processes" in report.summary
+    assert stage.asked == ["survey"]
+    assert stage.writes == []
+    assert len(stage.host.processes) == 4
+
+
+def test_a_plan_for_some_gpus_names_only_their_units() -> None:
+    report = reclaim(server().session, ReclaimPolicy(mode="plan", gpus=[1]))
+
+    assert report.stopped == []
+    assert [row.pid for row in report.ended] == [60]
+    assert "stop no unit" in report.summary
+
+
+def test_a_plan_on_a_host_whose_nvidia_smi_fails_is_no_plan() -> None:
+    stage = server()
+    stage.host.smi_code = 9
+    report = refused(stage, ReclaimPolicy(mode="plan"))
+
+    assert report.verdict == Verdict.DRIVER_FAULT
+    assert stage.writes == []
+
+
+# What may go wrong.
+
+
+def test_a_failing_nvidia_smi_at_the_end_is_never_clean() -> None:
+    stage = server()
+
+    def hook(script: Script) -> None:
+        stage.host.smi_code = 9 if script.name in ("settle", "verify_nvidia_smi") else 0
+
+    stage.host.hook = hook
+
+    assert refused(stage).verdict == Verdict.DRIVER_FAULT
+
+
+def test_a_gpu_that_vanishes_on_the_way_is_missing() -> None:
+    stage = server()
+
+    def hook(script: Script) -> None:
+        if script.name == "settle":
+            stage.host.used = [0]
+
+    stage.host.hook = hook
+
+    assert refused(stage).verdict == Verdict.GPU_MISSING
+
+
+def test_fewer_gpus_than_expected_are_missing() -> None:
+    assert refused(scene(Host(used=[0]), expected_gpus=2)).verdict == Verdict.GPU_MISSING
+
+
+def test_a_holder_that_does_not_die_is_unkillable() -> None:
+    stage = server()
+    stage.host.immortal = {60}
+    report = refused(stage, ReclaimPolicy(settle_timeout_s=5))
+
+    assert report.verdict == Verdict.UNKILLABLE
+    assert "nvidia_close" in report.summary
+    assert next(row for row in report.ended if row.pid == 60).outcome == "D"
+    assert report.stopped == [StoppedUnit(unit=SGLANG)]
+
+
+def test_a_holder_that_comes_back_is_respawned() -> None:
+    stage = server()
+
+    def hook(script: Script) -> None:
+        if script.name == "settle" and all(x.pid != 61 for x in stage.host.processes):
+            stage.host.processes.append(process(61, unit="ollama.service"))
+
+    stage.host.hook = hook
+    report = refused(stage)
+
+    assert report.verdict == Verdict.RESPAWNED
+    assert "systemctl stop ollama.service" in report.remedy
+
+
+def test_memory_held_in_another_guest_is_told() -> None:
+    host = Host(used=[900])
+    node = ScriptedTransport(
+        lambda script: {
+            "pct": Section("pct status: running\n", 0),
+            "processes": scan_text([process(71, cgroups=["/lxc/130/ns"])]),
+        }
+    )
+    links = Links(ScriptedTransport(host.answer), node=node)
+    report = refused(scene(host, links=links, vmid=129), ReclaimPolicy(settle_timeout_s=1))
+
+    assert report.verdict == Verdict.HELD_BY_OTHER_GUEST
+    assert "guest 130" in report.summary
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        (Unreachable("ssh: no route", remedy="check the cable"), Verdict.UNREACHABLE),
+        (LinkLost("ssh: lost"), Verdict.UNKNOWN),
+        (IdentityMismatch("ssh: another machine"), Verdict.IDENTITY_MISMATCH),
+        (GuestLocked("pve: backup"), Verdict.GUEST_LOCKED),
+    ],
+)
+@pytest.mark.parametrize("step", ["survey", "stop", "fuser_release", "end", "settle", "verify"])
+def test_an_error_in_any_step_becomes_a_verdict_with_the_report_so_far(
+    error: GpuReclaimError, verdict: Verdict, step: str
+) -> None:
+    stage = server()
+
+    def hook(script: Script) -> None:
+        if script.name.startswith(step):
+            raise error
+
+    stage.host.hook = hook
+    report = refused(stage)
+
+    assert report.verdict == verdict
+    assert report.summary == error.message
+    assert bool(report.gpus_before) is (step != "survey")
+    assert bool(report.stopped) is (step in ("fuser_release", "end", "settle", "verify"))
+    assert report.gpus_after == []
+
+
+def test_the_error_behind_a_verdict_is_kept() -> None:
+    stage = server()
+    error = LinkLost("ssh: lost")
+
+    def hook(_: Script) -> None:
+        raise error
+
+    stage.host.hook = hook
+    with pytest.raises(GpusNotReclaimed) as caught:
+        reclaim(stage.session, POLICY)
+
+    assert caught.value.__cause__ is error
+
+
+def test_bad_input_comes_as_it_is() -> None:
+    stage = server()
+    with pytest.raises(BadInput, match="no GPU 7"):
+        reclaim(stage.session, ReclaimPolicy(gpus=[7]))
+
+    assert stage.writes == []
+
+
+@pytest.mark.parametrize("way", ["good", "bad", "refused"])
+def test_the_connections_are_closed_however_it_ends(way: str) -> None:
+    closed: list[str] = []
+
+    class Closing(ScriptedTransport):
+        def close(self) -> None:
+            closed.append(self.name)
+
+    host = Host(used=[0] if way != "bad" else [900])
+
+    def answer(script: Script) -> Answer:
+        return host.answer(script) if way != "refused" else Unreachable("away")
+
+    made = scene(host, links=Links(Closing(answer, name="direct")))
+    if way == "good":
+        reclaim(made.session, POLICY)
+    else:
+        refused(made, ReclaimPolicy(settle_timeout_s=0))
+
+    assert closed == ["direct"]
+
+
+# The record.
+
+
+def test_nothing_is_concluded_without_a_last_look() -> None:
+    record = Record(server().session, POLICY)
+    with pytest.raises(BadInput):
+        conclude(record)
+    with pytest.raises(BadInput):
+        plan(record)
+
+
+def test_a_report_holds_no_command_line() -> None:
+    stage = server()
+    stage.host.processes[2] = process(60, name="x.py", command_line="x.py --token=s3cret")
+    report = reclaim(stage.session, POLICY)
+
+    assert "s3cret" not in report.model_dump_json()
+    assert "s3cret" not in str(report)
