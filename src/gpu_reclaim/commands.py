@@ -30,6 +30,10 @@ PATHS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Appended to PATH, of which `pct exec` leaves little (pve-container, 2026-06)."""
 
 
+MARK = "@gr-"
+"""Begins every marker; the rest of one is used once."""
+
+
 @dataclass(frozen=True)
 class Script:
     """What is to run.
@@ -101,7 +105,8 @@ class Result:
     def words(self, lines: int) -> str:
         """The last lines a tool wrote for people: standard error, else standard output."""
         text = self.stderr.strip() or self.stdout.strip()
-        return printable("\n".join(text.split("\n")[-lines:]), newlines=True)
+        said = [line for line in text.split("\n") if line and not line.startswith(MARK)]
+        return printable("\n".join(said[-lines:]), newlines=True)
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ class Framed:
 
 def frame(script: Script, guard: Guard = ANY_MACHINE) -> Framed:
     """Render a script with its guard, markers and a plain environment."""
-    mark = f"@gr-{secrets.token_hex(8)}"
+    mark = f"{MARK}{secrets.token_hex(8)}"
     lines = [
         f'PATH="$PATH:{PATHS}"; LC_ALL=C; LANG=C; export PATH LC_ALL LANG',
         f"echo '{mark} begin'",

@@ -45,6 +45,9 @@ NVIDIA = DeviceSet()
 _COMMON = r"-> '?/dev/(null|zero|full|u?random|ptmx|pts/[0-9]+|tty[0-9]*|console)'?$"
 _COMMON_MAPS = r" /dev/(zero|shm/)"
 
+LONG_LIST = 60_000
+"""Characters of arguments given to one program; Linux takes at least 128 KiB (execve(2))."""
+
 SCAN = r"""
 cd /proc || exit 1
 echo "ns $(readlink self/ns/pid)"
@@ -60,33 +63,41 @@ while [ "${p:-0}" -gt 1 ]; do
   [ "$p" != $$ ] || echo "session $4"
   p=$2
 done
+# Starts a program on the words of a list; xargs is a process more, so only for long lists.
+on() {
+  list=$1; shift
+  [ -n "$list" ] || return 0
+  if [ ${#list} -lt @LONG@ ]; then "$@" $list; else printf '%s\n' $list | xargs "$@"; fi
+}
 # Of a process whose leader has ended, only its other threads show what it still holds.
-threads=
-orphans=$(grep -l '^State:.Z' [0-9]*/status | sed 's,/status$,/task,')
-for task in $orphans; do
-  for thread in "$task"/[0-9]*; do
-    [ "${thread##*/}" = "${task%%/*}" ] || threads="$threads $thread"
+fd_dirs=; map_files=
+for status in $(grep -l '^State:.Z' [0-9]*/status); do
+  pid=${status%/status}
+  for thread in "$pid"/task/[0-9]*; do
+    [ "${thread##*/}" != "$pid" ] || continue
+    fd_dirs="$fd_dirs $thread/fd"; map_files="$map_files $thread/maps"
   done
 done
-fd_dirs=$(for thread in $threads; do echo "$thread/fd"; done)
-map_files=$(for thread in $threads; do echo "$thread/maps"; done)
 links=$(find [0-9]*/fd $fd_dirs -type l -exec stat -c '%N' {} + |
   sed -n -E -e "\,@COMMON@,d" -e "\,-> '?/dev/|nvidia@PREFIXES@,s/^/link /p")
 maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps $map_files |
   sed -n -E -e '\,@COMMON_MAPS@,d' \
-    -e 's,^([0-9/task]+)/maps:([0-9a-f]+-[0-9a-f]+) [^/]*(/.*)$,map \1 \3 \2,p' | sort -u -k2,3)
+    -e 's,^([0-9/task]+)/maps:([0-9a-f]+-[0-9a-f]+) [^/]*(/.*)$,map \1 \3 \2,p')
+[ -z "$maps" ] || maps=$(printf '%s\n' "$maps" | sort -u -k2,3)
 printf '%s\n' "$links" "$maps"
 files=$(printf '%s\n' "$links" "$maps" | sed -n -E \
   -e "s,^link '*([0-9/task]+/fd/[0-9]+)'* -> .*,\1,p" \
   -e '/^map /{' -e h -e 's,^map ([0-9/task]+) .* ([0-9a-f-]+)$,\1/map_files/\2,p' -e g \
   -e 's,^map ([0-9/task]+) (/[A-Za-z0-9_./:-]*) [0-9a-f-]+$,\1/root\2,p' -e '}')
-printf '%s\n' $files | xargs -r stat -L -c 'node %t %T %F|%n'
+on "$files" stat -L -c 'node %t %T %F|%n'
 pids=$(for file in $files $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
 @EVERYBODY@
-for p in $pids; do printf '%s/comm %s/cmdline %s/stat %s/cgroup\n' "$p" "$p" "$p" "$p"; done |
-  xargs -r grep -azH '' | tr '\n\0' '\1\n'
-for p in $pids; do printf '%s/exe\n' "$p"; done | xargs -r stat -c '%N' |
-  sed -n -E "s,^'?[0-9]+/exe'? -> ,exe &,p"
+files=; exes=
+for p in $pids; do
+  files="$files $p/comm $p/cmdline $p/stat $p/cgroup"; exes="$exes $p/exe"
+done
+on "$files" grep -azH '' | tr '\n\0' '\1\n'
+on "$exes" stat -c '%N' | sed -n -E "s,^'?[0-9]+/exe'? -> ,exe &,p"
 exit 0
 """
 
@@ -107,6 +118,7 @@ def scan(devices: DeviceSet = NVIDIA, *, units: Iterable[str] = (), everybody: b
         "@COMMON@": _COMMON,
         "@COMMON_MAPS@": _COMMON_MAPS,
         "@MEMBERS@": members,
+        "@LONG@": str(LONG_LIST),
         "@EVERYBODY@": "pids=$(printf '%s\\n' [0-9]*)" if everybody else "",
     }
     text = SCAN

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab.lab import Lab
-from lab.waiting import wait_until
 from prefect import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from lab.lab import Lab
+from lab.waiting import wait_until
 
 pytestmark = pytest.mark.lab
 

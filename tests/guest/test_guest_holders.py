@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from lab.container import Container
-from lab.guest_files import HOLDER
-from lab.lab import Lab
-from lab.waiting import wait_until
 
 from gpu_reclaim import signals
 from gpu_reclaim.models import ReclaimPolicy, Verdict, Via
 from gpu_reclaim.reclaim import reclaim
 from guest import units, ways, witness
+from lab.container import Container
+from lab.guest_files import HOLDER
+from lab.lab import Lab
+from lab.waiting import wait_until
 
 pytestmark = pytest.mark.lab
 
@@ -113,7 +111,8 @@ def test_deleted_executable_is_no_cover(lab: Lab) -> None:
 def test_holder_in_a_namespace_of_its_own(lab: Lab) -> None:
     output = "/run/gpu-lab/nested.out"
     lab.do(
-        f"setsid unshare --pid --mount --fork {HOLDER} --gpus 1 --mib 800 </dev/null >{output} 2>&1 &"
+        f"setsid unshare --pid --mount --fork {HOLDER} --gpus 1 --mib 800"
+        f" </dev/null >{output} 2>&1 &"
     )
     path = lab.state / "nested.out"
     wait_until("it holds", lambda: path.exists() and path.read_text().startswith("ready"))
@@ -141,9 +140,8 @@ def test_thread_that_outlives_its_leader_is_ended(lab: Lab) -> None:
 
 
 @pytest.fixture
-def short_kill_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_kill_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "KILL_WAIT_S", 1)
-    yield
 
 
 @pytest.mark.usefixtures("short_kill_wait")
@@ -175,26 +173,20 @@ def test_others_are_ended_though_one_is_frozen(lab: Lab) -> None:
     assert (report.verdict, witness.ended(report)) == (Verdict.UNKILLABLE, {who})
 
 
-def test_holder_in_another_guest_is_named_and_left_alone(
-    lab: Lab, second_guest: Container
-) -> None:
+def test_holder_in_another_guest_is_named_and_left_alone(lab: Lab, second_guest: Container) -> None:
     pid = lab.hold("--gpus", "0", "--mib", "4000", guest=second_guest)
     mine = lab.hold("--gpus", "1", "--mib", "600")
     theirs = {(process.pid, process.start) for process in second_guest.processes()}
     report = witness.refused(ways.session(lab), QUICK)
     assert report.verdict == Verdict.HELD_BY_OTHER_GUEST
-    assert report.summary.startswith(
-        "GPU 0: 4000 MiB in use, held by guest 130: lab-holder (pid "
-    )
+    assert report.summary.startswith("GPU 0: 4000 MiB in use, held by guest 130: lab-holder (pid ")
     assert "nothing there was touched" in report.remedy
     assert [row.pid for row in report.ended] == [mine]
     assert {(process.pid, process.start) for process in second_guest.processes()} >= theirs
     assert pid in {process.pid for process in second_guest.processes()}
 
 
-def test_without_a_node_another_guests_holder_is_unseen(
-    lab: Lab, second_guest: Container
-) -> None:
+def test_without_a_node_another_guests_holder_is_unseen(lab: Lab, second_guest: Container) -> None:
     lab.hold("--gpus", "0", "--mib", "4000", guest=second_guest)
     links = ways.links(lab)
     links.hypervisor = links.node = None
@@ -230,9 +222,7 @@ def test_policy_protects_by_program_title_or_unit(lab: Lab, name: str) -> None:
     title = ["--title", "ollama runner"] if name == "ollama*" else []
     pid = lab.hold("--gpus", "1", "--mib", "2000", *title, unit="lab-hold-kept.service")
     with witness.untouched(lab, "lab-hold-kept.service"):
-        report = witness.refused(
-            ways.session(lab), QUICK.model_copy(update={"protect": [name]})
-        )
+        report = witness.refused(ways.session(lab), QUICK.model_copy(update={"protect": [name]}))
     assert report.verdict == Verdict.HELD_BY_PROTECTED
     assert witness.spared(report, pid).reason == f"protected by name: {name}"
 

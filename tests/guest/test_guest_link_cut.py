@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 
 import pytest
-from gpu_reclaim.flows import reclaim_gpus
 
+from gpu_reclaim.flows import reclaim_gpus
 from gpu_reclaim.models import ReclaimPolicy, Verdict, Via
 from guest import cutting, units, ways, witness
 from lab.guest_files import HOLDER

@@ -1,4 +1,4 @@
-"""Another guest than expected, a broken nvidia-smi: nothing is touched, or nothing is called clean."""
+"""Another guest than expected: nothing is touched. A broken nvidia-smi: never clean."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from lab.lab import Lab
 
 from gpu_reclaim.models import ReclaimPolicy, Verdict, Via
 from gpu_reclaim.reclaim import reclaim
 from guest import ways, witness
+from lab.lab import Lab
 
 pytestmark = pytest.mark.lab
 

@@ -35,7 +35,12 @@ def test_lingering_memory_is_waited_for_and_no_longer(lab: Lab, samples: int) ->
     lab.smi("lag", "4" if samples == 3 else "0.5")
     lab.start_server()
     pauses: list[float] = []
-    session = replace(ways.session(lab), sleep=lambda s: (pauses.append(s), time.sleep(s))[0])
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        time.sleep(seconds)
+
+    session = replace(ways.session(lab), sleep=sleep)
     report = reclaim(session, ReclaimPolicy(stable_samples=samples))
     assert report.verdict == Verdict.CLEAN
     # One more than the wait needed: the final look.

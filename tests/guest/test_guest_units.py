@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from gpu_reclaim.errors import BadInput
@@ -24,12 +26,11 @@ def add_holder_unit(lab: Lab, name: str, *lines: str, gpu: int = 0) -> None:
 
 def test_triggers_are_stopped_first_and_named(lab: Lab) -> None:
     add_holder_unit(lab, "lab-model")
-    units.add(lab, "lab-model.socket", Socket=["ListenStream=127.0.0.1:31000"])
+    units.add(lab, "lab-model.socket", Socket=["ListenStream=31000"])
     units.add(lab, "lab-model.timer", Timer=["OnActiveSec=1h"])
     lab.do("systemctl start lab-model.socket lab-model.timer")
-    lab.do("true </dev/tcp/127.0.0.1/31000 || python3 -c 'import socket;"
-           " socket.create_connection((\"127.0.0.1\", 31000))'")
-    wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
+    with socket.create_connection((lab.guest_address, 31000), timeout=10):
+        wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
     server = witness.of_unit(lab, "lab-model.service")
     report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
     assert report.verdict == Verdict.CLEAN
@@ -39,16 +40,16 @@ def test_triggers_are_stopped_first_and_named(lab: Lab) -> None:
     assert witness.ended(report) == set(server)
     for kind in ("service", "socket", "timer"):
         assert witness.state_of(lab, f"lab-model.{kind}") == "inactive"
-    order = lab.do(
-        "journalctl -o cat -u lab-model.socket -u lab-model.timer -u lab-model.service | "
-        "grep -E '^(Stopped|Closed|Deactivated)' || true"
-    )
-    assert "service" in order.splitlines()[-1] or "lab-model.service" in order.splitlines()[-1]
+    words = "^(Stopped|Closed) lab-model.[a-z]*"
+    journal = lab.do(f"journalctl -o cat -u 'lab-model.*' | grep -o -E '{words}'")
+    stopped = journal.split()[1::2]
+    assert stopped[-1] == "lab-model.service"
+    assert sorted(stopped[:-1]) == ["lab-model.socket", "lab-model.timer"]
 
 
 def test_trigger_that_does_not_run_is_not_named(lab: Lab) -> None:
     add_holder_unit(lab, "lab-model")
-    units.add(lab, "lab-model.socket", Socket=["ListenStream=127.0.0.1:31000"])
+    units.add(lab, "lab-model.socket", Socket=["ListenStream=31000"])
     lab.do("systemctl start lab-model.service")
     wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
     report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
@@ -57,7 +58,7 @@ def test_trigger_that_does_not_run_is_not_named(lab: Lab) -> None:
 
 def test_live_trigger_of_an_idle_unit_is_stopped_too(lab: Lab) -> None:
     add_holder_unit(lab, "lab-model")
-    units.add(lab, "lab-model.socket", Socket=["ListenStream=127.0.0.1:31000"])
+    units.add(lab, "lab-model.socket", Socket=["ListenStream=31000"])
     lab.do("systemctl start lab-model.socket")
     report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
     assert report.verdict == Verdict.CLEAN
@@ -90,12 +91,7 @@ def test_unit_of_a_template(lab: Lab) -> None:
     assert witness.ended(report) == {*them["0"], *them["3"]}
 
 
-def test_unit_with_groups_of_its_own_inside(lab: Lab) -> None:
-    script = (
-        "for g in /sys/fs/cgroup/systemd$(sed -n 's/^1:name=systemd:[^ ]*\\\\(\\\\/system.slice.*\\\\)"
-        "$/\\\\1/p' /proc/self/cgroup); do :; done"
-    )
-    del script
+def test_unit_in_a_slice_of_its_own(lab: Lab) -> None:
     units.add(
         lab,
         "lab-model.service",
@@ -241,14 +237,12 @@ def test_wanted_gpu_whose_user_is_not_listed_is_never_clean(lab: Lab, apps: str)
 
 @pytest.mark.parametrize("pattern", ["^sidecar::cache$", "--model-path /models/draft"])
 def test_match_ends_a_process_without_a_gpu(lab: Lab, pattern: str) -> None:
-    script = "import time; time.sleep(1000)"
-    lab.do(
-        f"setsid python3 -c '{script}' --model-path /models/draft </dev/null >/dev/null 2>&1 &\n"
-        "setsid python3 -c 'import setproctitle, time; setproctitle.setproctitle(\"sidecar::cache\");"
-        " time.sleep(1000)' </dev/null >/dev/null 2>&1 &"
-    )
+    sleeps = "import time; time.sleep(1000)"
+    renamed = f"import setproctitle as s; s.setproctitle('sidecar::cache'); {sleeps}"
+    for arguments in (f'"{sleeps}" --model-path /models/draft', f'"{renamed}"'):
+        lab.do(f"setsid python3 -c {arguments} </dev/null >/dev/null 2>&1 &")
     word = "draft" if "draft" in pattern else "sidecar"
-    wait_until("it runs", lambda: any(word in title for title in witness.everybody(lab).values()))
+    wait_until("it has its title", lambda: "sidecar::cache" in witness.everybody(lab).values())
     people = witness.everybody(lab)
     named = {who for who, title in people.items() if word in title}
     report = reclaim(ways.session(lab), ReclaimPolicy(match=[pattern]))
@@ -265,4 +259,4 @@ def test_match_of_old_ends_the_agent_as_asked_but_nothing_protected(lab: Lab) ->
     report = reclaim(ways.session(lab), ReclaimPolicy(match=["python3", "."]))
     assert witness.ended(report) >= {*server, *agent}
     for title in ("/sbin/init", "/usr/bin/nvidia-persistenced", "/lib/systemd/systemd-logind"):
-        assert [who for who, text in witness.everybody(lab).items() if text == title and who in kept]
+        assert title in [text for who, text in witness.everybody(lab).items() if who in kept]

@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_reclaim.blocks import GpuHost, ProxmoxGuest, SshAccess
 from prefect.settings import PREFECT_API_URL
 
-from lab.lab import Lab
-
+from gpu_reclaim.blocks import GpuHost, ProxmoxGuest, SshAccess
 from gpu_reclaim.commands import Guard
 from gpu_reclaim.models import Via
 from gpu_reclaim.processes import DeviceSet
@@ -18,6 +16,7 @@ from gpu_reclaim.session import Session
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.pct import PctTransport
 from gpu_reclaim.transport.ssh import SshOptions, SshTransport
+from lab.lab import Lab
 
 UNIT = "sglang-qwen.service"
 _REGISTERED: set[str] = set()
@@ -67,9 +66,7 @@ def links(
     return Links(direct, PctTransport(through, vmid, guard=who), through, via=via)
 
 
-def session(
-    lab: Lab, via: Via = "auto", *, ways: Links | None = None, **changes: Any
-) -> Session:
+def session(lab: Lab, via: Via = "auto", *, ways: Links | None = None, **changes: Any) -> Session:
     """The guest while it is worked on."""
     values: dict[str, Any] = {
         "units": [UNIT],

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from lab.guest_files import INNOCENTS
-from lab.lab import Lab
 
 from gpu_reclaim.errors import GpusNotReclaimed
 from gpu_reclaim.models import Ended, ReclaimPolicy, ReclaimReport, Spared
 from gpu_reclaim.reclaim import reclaim
 from gpu_reclaim.session import Session
 from guest.ways import UNIT
+from lab.guest_files import INNOCENTS
+from lab.lab import Lab
 
 QUERY = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
 FREE = {0: 0, 1: 0, 2: 0, 3: 0}

@@ -21,6 +21,8 @@ from lab.rootfs import cached_rootfs
 
 HOSTNAME = "gpu-guest"
 VMID = 129
+TOOLS = ("lxc-start", "debootstrap", "/usr/sbin/sshd", "ip", "gcc", "ssh-keygen", "fuser")
+"""What a start needs on the host; install.sh brings them."""
 
 
 class Lab(Actors):
@@ -196,7 +198,6 @@ def tear_down() -> None:
 def _check_tools() -> None:
     if os.geteuid() != 0:
         raise LabError("the lab needs root: it boots a container")
-    tools = ("lxc-start", "debootstrap", "/usr/sbin/sshd", "ip", "gcc", "ssh-keygen", "fuser")
-    missing = [tool for tool in tools if shutil.which(tool) is None]
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         raise LabError(f"missing {', '.join(missing)}: run tests/lab/install.sh")

@@ -457,6 +457,17 @@ def test_sudo_that_only_complains(serve: Serve, link: Connect, tmp_path: Path) -
     assert link(server.port, sudo=True).run(script).section("a").code == 1
 
 
+@pytest.mark.parametrize("code", [1, 127])
+def test_a_script_that_has_begun_was_not_refused(serve: Serve, link: Connect, code: int) -> None:
+    def cut(call: Call) -> None:
+        call.begin()
+        call.channel.sendall_stderr(b"sudo: unable to resolve host node\n")
+        call.exit(code)
+
+    with pytest.raises(Incomplete, match=f"exit status {code}"):
+        link(serve(cut).port, sudo=True).run(HELLO)
+
+
 def test_sudo_that_is_missing(serve: Serve, link: Connect, tmp_path: Path) -> None:
     with pytest.raises(AccessRefused, match="sudo is missing"):
         link(serve(path=str(tmp_path)).port, sudo=True).run(HELLO)

@@ -19,7 +19,7 @@ class FakeChannel:
     """A channel whose buffers are filled by hand.
 
     Attributes:
-        between: Called each time there is found to be no output: the wrong moment.
+        between: Called once both streams were found empty: the wrong moment.
         endless: There is always one more byte of output.
     """
 
@@ -33,16 +33,16 @@ class FakeChannel:
         self.between: Callable[[], None] = lambda: None
 
     def recv_ready(self) -> bool:
-        ready = self.endless or self.in_buffer.read_ready()
-        if not ready:
-            self.between()
-        return ready
+        return self.endless or self.in_buffer.read_ready()
 
     def recv(self, size: int) -> bytes:
         return b"x" if self.endless else self.in_buffer.read(size)
 
     def recv_stderr_ready(self) -> bool:
-        return self.in_stderr_buffer.read_ready()
+        ready = self.in_stderr_buffer.read_ready()
+        if not ready:
+            self.between()
+        return ready
 
     def recv_stderr(self, size: int) -> bytes:
         return self.in_stderr_buffer.read(size)

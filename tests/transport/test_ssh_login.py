@@ -261,6 +261,15 @@ def test_a_greeting_without_key_exchange(link: Connect) -> None:
         promptly(lambda: link(port, connect_timeout_s=0.3).run(HELLO))
 
 
+def test_a_connection_that_ends_during_the_key_exchange(link: Connect) -> None:
+    def greet(client: socket.socket) -> None:
+        client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+        client.recv(4096)
+
+    with listener(greet) as port, pytest.raises(Unreachable, match="key exchange failed: "):
+        link(port).run(HELLO)
+
+
 def test_no_secret_is_logged(
     serve: Serve, link: Connect, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -184,7 +184,8 @@ def test_sections_run_side_by_side_and_each_keeps_its_own_output(shell: str, cou
 
 def test_sections_side_by_side_really_overlap(shell: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    meet = "echo > {}; i=0; until [ -e {} ] || [ $i -gt 600 ]; do i=$((i+1)); sleep 0.1; done; [ -e {} ]"
+    wait = "until [ -e {} ] || [ $i -gt 600 ]; do i=$((i+1)); sleep 0.1; done"
+    meet = f"echo > {{}}; i=0; {wait}; [ -e {{}} ]"
     asked = {
         "a": meet.format(first, second, second),
         "b": meet.format(second, first, first),
@@ -262,6 +263,7 @@ def test_a_guard_lets_this_machine_through(shell: str, together: bool) -> None:
     assert result.sections["a"].text == "in\n"
 
 
+@pytest.mark.usefixtures("shell")
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(
     ("guard", "what", "wanted"),
@@ -274,7 +276,7 @@ def test_a_guard_lets_this_machine_through(shell: str, together: bool) -> None:
     ],
 )
 def test_another_machine_runs_no_section(
-    shell: str, tmp_path: Path, guard: Guard, what: str, wanted: str, together: bool
+    tmp_path: Path, guard: Guard, what: str, wanted: str, together: bool
 ) -> None:
     script = Script(
         "act", {"a": f"echo > {tmp_path}/a", "b": f"echo > {tmp_path}/b"}, together=together

@@ -142,8 +142,10 @@ def test_closing_closes_every_way() -> None:
         def close(self) -> None:
             closed.append(self.name)
 
-    ways = [Closing(lambda _: {}, name=name) for name in ("direct", "hypervisor", "node")]
-    Links(*ways).close()
+    direct, hypervisor, node = (
+        Closing(lambda _: {}, name=name) for name in ("direct", "hypervisor", "node")
+    )
+    Links(direct, hypervisor, node).close()
     Links().close()
 
     assert closed == ["direct", "hypervisor", "node"]

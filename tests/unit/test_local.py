@@ -26,7 +26,8 @@ def test_a_machine_without_timeout_is_unreachable(
 
 
 def test_both_streams_are_drained_together() -> None:
-    body = "i=0; while [ $i -lt 300 ]; do printf '%01000d\\n' 0; printf '%01000d\\n' 0 >&2; i=$((i+1)); done"
+    line = r"printf '%01000d\n' 0; printf '%01000d\n' 0 >&2; i=$((i+1))"
+    body = f"i=0; while [ $i -lt 300 ]; do {line}; done"
     result = here({"a": body})
 
     assert len(result.sections["a"].text) == 300 * 1001

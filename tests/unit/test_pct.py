@@ -162,11 +162,12 @@ def test_any_name_will_do_where_none_is_expected(node: Node) -> None:
     ],
 )
 def test_a_container_that_is_not_fit_is_not_entered(
-    node: Node, tmp_path: Path, status: str, code: int, kind: type[GpuReclaimError], words: str
+    node: Node, status: str, code: int, kind: type[GpuReclaimError], words: str
 ) -> None:
+    touched = node.folder / "touched"
     node.pct(status, code=code)
     with pytest.raises(GpuReclaimError) as caught:
-        run(f"echo > {tmp_path}/touched", guard=Guard(hostname=HOSTNAME))
+        run(f"echo > {touched}", guard=Guard(hostname=HOSTNAME))
 
     assert type(caught.value) is kind
     assert words in caught.value.message
@@ -174,11 +175,11 @@ def test_a_container_that_is_not_fit_is_not_entered(
     assert caught.value.remedy
     assert caught.value.result is not None
     assert not node.entered
-    assert not (tmp_path / "touched").exists()
+    assert not touched.exists()
 
 
 def test_a_node_without_pct_is_told_apart(shell: str) -> None:
-    with pytest.raises(CommandFailed, match="pct failed: .*not found") as caught:
+    with pytest.raises(CommandFailed, match=r"pct failed: .*not found") as caught:
         run("echo 1")
 
     assert "check that this is a Proxmox node" in caught.value.remedy

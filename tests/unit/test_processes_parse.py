@@ -9,7 +9,10 @@ from gpu_reclaim.errors import BadAnswer, BadInput
 from gpu_reclaim.models import Process, ProcessTable
 from gpu_reclaim.processes import NVIDIA, DeviceSet, parse_scan, scan
 
-HEAD = "ns pid:[4026531836]\nmajor 1 mem\nmajor 195 nvidia\nmajor 236 nvidia-caps\nself 900\nself 1\nsession 899\n"
+HEAD = (
+    "ns pid:[4026531836]\nmajor 1 mem\nmajor 195 nvidia\nmajor 236 nvidia-caps\n"
+    "self 900\nself 1\nsession 899\n"
+)
 STAT = "S 1 7 899 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 5555 0 0"
 CHAR = "character special file"
 
@@ -108,7 +111,7 @@ def test_what_is_mapped_decides_and_not_what_is_at_its_path_now() -> None:
     "stderr",
     [
         "find: '50/fd': Permission denied",
-        "find: ‘50/fd’: Permission denied",
+        "find: \u201850/fd\u2019: Permission denied",
         "find: 50/fd: Permission denied",
         "find: /proc/50/fd: Permission denied",
         "grep: 50/maps: Permission denied",
@@ -116,7 +119,7 @@ def test_what_is_mapped_decides_and_not_what_is_at_its_path_now() -> None:
         "stat: cannot read symbolic link '50/exe': Permission denied",
         "stat: cannot statx '50/fd/3': Permission denied",
         "stat: cannot stat '50/fd/3': Permission denied",
-        "stat: cannot stat ‘50/fd/3’: Permission denied",
+        "stat: cannot stat \u201850/fd/3\u2019: Permission denied",
         "stat: 50/fd/3: cannot read link: Permission denied",
         "stat: can't stat '50/fd/3': Permission denied",
         "Cannot stat file /proc/50/fd/3: Permission denied",
@@ -144,7 +147,8 @@ def test_a_process_that_ended_meanwhile_is_not_counted(stderr: str) -> None:
 
 
 def test_several_refusals_are_counted_once_each_by_pid() -> None:
-    stderr = "find: '9/fd': Permission denied\ngrep: 9/maps: Permission denied\nfind: '10/fd': Permission denied\n"
+    denied = "Permission denied"
+    stderr = f"find: '9/fd': {denied}\ngrep: 9/maps: {denied}\nfind: '10/fd': {denied}\n"
 
     assert parse("", stderr).uninspected == [9, 10]
 

@@ -396,6 +396,18 @@ def test_we_and_our_ancestors_are_ourselves(tools: str, stage: Stage) -> None:
     assert 1 not in table.ourselves
 
 
+def test_an_ancestor_with_an_odd_name_does_not_hide_those_above_it(tools: str) -> None:
+    comm = Path("/proc/self/comm")
+    before = comm.read_text()
+    try:
+        comm.write_text(") R 1 1")
+        table = look(NOTHING)
+    finally:
+        comm.write_text(before)
+
+    assert {os.getpid(), os.getppid()} <= set(table.ourselves)
+
+
 def test_a_look_at_everybody_sees_everybody_but_its_own_tools(tools: str, stage: Stage) -> None:
     pid = stage.start()
     table = look(NOTHING, everybody=True)

@@ -180,8 +180,8 @@ def test_no_wanted_gpu_in_the_reading_is_never_free() -> None:
     assert not settled.free
 
 
-def holding(state: str = "S", **more: object) -> Host:
-    return Host(used=[0], processes=[process(50, state=state, **more)])
+def holding(state: str = "S", exe: str = "/opt/llm") -> Host:
+    return Host(used=[0], processes=[process(50, state=state, exe=exe)])
 
 
 def test_a_holder_that_stays_ends_the_wait_early() -> None:

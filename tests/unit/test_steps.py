@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -48,8 +48,8 @@ def server(**more: object) -> Host:
     return host
 
 
-def served(host: Host | None = None, **more: object) -> Scene:
-    return scene(host or server(), units=["sglang"], **more)
+def served(host: Host | None = None, *, protect: Sequence[str] = ()) -> Scene:
+    return scene(host or server(), units=["sglang"], protect=protect)
 
 
 def failing(name: str, error: GpuReclaimError, *, after: bool = False) -> Callable[[Host], None]:

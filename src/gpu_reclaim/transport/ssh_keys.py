@@ -33,7 +33,7 @@ def open_key(text: str, passphrase: str | None) -> paramiko.PKey:
     Raises:
         KeyTroubleError: It is no private key, or encrypted and the passphrase is wrong or missing.
     """
-    data = f"{text.strip()}\n".encode()
+    data = text.encode()
     try:
         opened = _open(data, passphrase.encode() if passphrase else None)
         plain = opened.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()).decode()

@@ -142,7 +142,8 @@ def _transport(hop: Hop, wire: Wire) -> paramiko.Transport:
     transport.set_log_channel(PARAMIKO_LOG)
     transport.get_security_options().key_types = hop.trusted.algorithms()
     limit = hop.options.connect_timeout_s
-    transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = limit
+    transport.banner_timeout = transport.auth_timeout = limit
+    transport.handshake_timeout = 2 * limit  # `start_client` is to be the first to give up
     return transport
 
 
@@ -191,4 +192,6 @@ def _no_handshake(link: Link, error: Exception) -> Unreachable:
 
 
 def _words(error: BaseException) -> str:
+    if isinstance(error, EOFError):
+        return "the connection ended"
     return printable(str(error) or type(error).__name__, limit=200)
