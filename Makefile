@@ -27,14 +27,16 @@ benchmark: .venv/dev
 	sh tests/lab/install.sh
 	PYTHONPATH=tests $(BIN)/python benchmarks/one_host.py
 
-.venv/installed: pyproject.toml
+# A strict editable install links file by file: a new module needs a new install.
+MODULES := $(wildcard src/gpu_reclaim/*.py src/gpu_reclaim/*/*.py blocks/*.py tasks/*.py flows/*.py)
+
+.venv/installed: pyproject.toml $(MODULES)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e .
 	touch $@
 
-# A strict editable install links file by file: a new module needs a new install.
-.venv/dev: pyproject.toml $(wildcard src/gpu_reclaim/*.py src/gpu_reclaim/*/*.py blocks/*.py tasks/*.py flows/*.py)
+.venv/dev: pyproject.toml $(MODULES)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e '.[dev]'

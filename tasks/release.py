@@ -75,7 +75,7 @@ def _finish(host: str, outcome: Outcome) -> Outcome:
     for row in outcome.ended:
         log.info("%s: %s (pid %d): %s %s", host, row.name, row.pid, row.outcome, row.signal)
     log.info(
-        "%s: %s: %d units stopped, %d processes ended%s",
+        "%s: %s: units stopped: %d, processes ended: %d%s",
         host,
         outcome.step.name,
         len(outcome.stopped),

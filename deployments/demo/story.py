@@ -10,7 +10,6 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import reports
 import show
@@ -20,8 +19,6 @@ from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed
 from gpu_reclaim.flows import reclaim_gpus
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.owners import owner
-from gpu_reclaim.processes import DeviceSet
-from gpu_reclaim.settings import Settings
 
 HOST = "demo-guest"
 TERM_GRACE_S = 1.5
@@ -147,12 +144,10 @@ def main() -> int:
     """Run it; 0 when the verdict is clean."""
     threading.Thread(target=die_with_parent, daemon=True).start()
     facts: Facts = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    prefix = facts["device_prefix"]
-    # Without the numbers of real devices: what holds a real GPU of this machine must not count.
-    pretend = DeviceSet(majors=(), driver_names=(), path_prefixes=(prefix,), nodes=(prefix,))
+    # Then only these files count: what holds a real GPU of this machine does not.
+    os.environ["GPU_RECLAIM_DEVICE_PREFIXES"] = json.dumps([facts["device_prefix"]])
     try:
-        with patch.object(Settings, "devices", pretend):
-            report = run(facts)
+        report = run(facts)
     except GpuReclaimError as error:
         show.say(f"\n  {error}")
         return 1

@@ -107,7 +107,9 @@ class Record:
         early = self.choice(self.before).spared if self.before else []
         late = self.choice(self.after).spared if self.after else []
         between = [row for outcome in self.outcomes for row in outcome.spared]
-        return list({(row.pid, row.name): row for row in [*early, *between, *late]}.values())
+        # Rows that count what was not inspected have no pid; the last count stands for all.
+        rows = [*early, *between, *late]
+        return list({(row.pid, row.name if row.pid else row.reason): row for row in rows}.values())
 
     def choice(self, survey: Survey) -> Choice:
         """Who would be ended now, and who spared."""

@@ -15,7 +15,7 @@ from pydantic_settings import (
 
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy
-from gpu_reclaim.processes import NVIDIA_MAJOR, DeviceSet
+from gpu_reclaim.processes import NVIDIA, DeviceSet
 
 TOML_FILE = Path("gpu-reclaim.toml")
 
@@ -28,9 +28,9 @@ class Settings(BaseSettings):
         policy: Default policy, for example `GPU_RECLAIM_POLICY__RESIDUE_MIB=50`.
         log_level: Level of the library's own log lines.
         script_timeout_s: Limit for a script that only reads, in seconds.
-        device_majors: Character device majors that count as GPU devices.
-        device_prefixes: Beginnings of paths that count as GPU devices whatever their number, for
-            test machines without a driver. Empty in production.
+        device_prefixes: Beginnings of paths that count as GPU devices, and nothing else then does:
+            for test machines without a driver, where a real GPU's processes must be safe. Empty
+            in production: device numbers decide.
     """
 
     model_config = SettingsConfigDict(
@@ -46,18 +46,15 @@ class Settings(BaseSettings):
     log_level: str = "INFO"
     # nvidia-smi may need a minute without persistence mode; a look asks it twice.
     script_timeout_s: float = Field(default=150, gt=0, le=3600)
-    device_majors: list[int] = [NVIDIA_MAJOR]
     device_prefixes: list[str] = []
 
     @property
     def devices(self) -> DeviceSet:
         """What counts as a GPU device."""
+        if not self.device_prefixes:
+            return NVIDIA
         prefixes = tuple(self.device_prefixes)
-        return DeviceSet(
-            majors=tuple(self.device_majors),
-            path_prefixes=prefixes,
-            nodes=prefixes or DeviceSet.nodes,
-        )
+        return DeviceSet(majors=(), driver_names=(), path_prefixes=prefixes, nodes=prefixes)
 
     @classmethod
     def settings_customise_sources(

@@ -156,5 +156,6 @@ def end(
 
 def describe(process: Process) -> str:
     """For example `sglang::scheduler_TP0 (pid 412, unit sglang.service, /dev/nvidia0 (fd))`."""
-    parts = [f"pid {process.pid}", str(owner(process.cgroups)), *process.devices[:3]]
-    return f"{process.name} ({', '.join(parts)})"
+    belongs = owner(process.cgroups)
+    owners = [str(belongs)] if belongs.kind != "none" else []
+    return f"{process.name} ({', '.join([f'pid {process.pid}', *owners, *process.devices[:3]])})"

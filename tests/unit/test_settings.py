@@ -64,11 +64,11 @@ def test_a_policy_may_come_in_parts_from_everywhere(
 
 
 def test_devices_of_a_test_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_RECLAIM_DEVICE_MAJORS", "[1, 195]")
     monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", '["/dev/fake-gpu"]')
     devices = Settings().devices
 
-    assert devices.majors == (1, 195)
+    assert devices.majors == ()
+    assert devices.driver_names == ()
     assert devices.path_prefixes == ("/dev/fake-gpu",)
     assert devices.nodes == ("/dev/fake-gpu",)
 
@@ -94,8 +94,7 @@ def test_a_prefix_that_would_cover_everything_is_refused_before_anything_runs(
         ("POLICY__MATCH", '["("]', "no regular expression"),
         ("POLICY__MATCH", "python3", "policy"),
         ("POLICY", "{", "policy"),
-        ("DEVICE_MAJORS", "195", "device_majors"),
-        ("DEVICE_MAJORS", "a,b", "device_majors"),
+        ("DEVICE_PREFIXES", "/dev/fake", "device_prefixes"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_named(
