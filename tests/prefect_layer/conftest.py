@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from gpu_reclaim.tasks import host as host_tasks
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from gpu_reclaim.session import Session
+from gpu_reclaim.tasks import host as host_tasks
 from prefect_layer.pretend_host import PretendHost, serving
 
 

@@ -7,16 +7,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from gpu_reclaim.blocks import GpuHost, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump
-from gpu_reclaim.tasks.host import load_host
 from prefect import get_client
 from prefect.blocks.core import Block
 from prefect.plugins import load_prefect_collections
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 from pydantic import SecretStr, ValidationError
 
+from gpu_reclaim.blocks import GpuHost, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump
 from gpu_reclaim.commands import Guard
 from gpu_reclaim.errors import BadInput, UnknownHost
+from gpu_reclaim.tasks.host import load_host
 
 BLOCKS = [GpuHost, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump]
 SECRET = "the-secret-nobody-may-see"
@@ -90,6 +90,27 @@ def test_secret_never_leaves_the_server_or_shows_in_text(field: str) -> None:
 
     assert SECRET not in str([document.model_dump() for document in shown])
     assert SECRET not in repr(block) + str(block) + repr(block.options())
+
+
+def test_secret_of_a_nested_block_that_was_never_saved_is_masked() -> None:
+    way = SshAccess(
+        address="h",
+        password=SecretStr(SECRET),
+        jump=SshJump(address="j", password=SecretStr(SECRET)),
+    )
+    guest = ProxmoxGuest(vmid=129, hostname="g", node_ssh=way)
+    GpuHost(ssh=way, guest=guest).save("inline", overwrite=True)
+    with get_client(sync_client=True) as client:
+        shown = client.read_block_document_by_name(
+            "inline", "gpu-reclaim-gpu-host", include_secrets=False
+        )
+
+    assert SECRET not in str(shown.model_dump())
+    found = load_host("inline")
+    assert found.guest is not None
+    assert found.guest.node_ssh is not None
+    assert found.guest.node_ssh.options().jump is not None
+    assert found.guest.node_ssh.options().password == SECRET
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import asyncio
 from uuid import UUID
 
 import pytest
-from gpu_reclaim.flows import reclaim_gpus
-from gpu_reclaim.tasks import host as host_tasks
 from prefect import flow, get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -22,7 +20,9 @@ from prefect.utilities.callables import parameter_schema
 from gpu_reclaim import tasks
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadInput, GpusNotReclaimed, LinkLost, UnknownHost, Unreachable
+from gpu_reclaim.flows import reclaim_gpus
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
+from gpu_reclaim.tasks import host as host_tasks
 from prefect_layer.pretend_host import PretendHost
 
 QUICK = ReclaimPolicy(settle_timeout_s=0)

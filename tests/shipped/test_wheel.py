@@ -1,4 +1,4 @@
-"""The wheel, in an empty environment, used by somebody else's project with a `flows/` of its own."""
+"""The wheel in an empty environment, used by a foreign project with a `flows/` of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 def run(*argv: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT) -> str:
     done = subprocess.run(
-        [str(word) for word in argv], check=False, capture_output=True, text=True, env=env, cwd=cwd
+        [str(x) for x in argv], check=False, capture_output=True, text=True, env=env, cwd=cwd
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -98,7 +98,7 @@ def test_foreign_project_reclaims_as_a_subflow(
     (project / "flows" / "pipeline.py").write_text(PIPELINE)
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
-    smi.write_text(f"#!/bin/sh\nexec {sys.executable} -IS {STAND_IN} \"$@\"\n")
+    smi.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {STAND_IN} "$@"\n')
     smi.chmod(0o755)
     env = {
         "PATH": f"{smi.parent}:{os.environ['PATH']}",

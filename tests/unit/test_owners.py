@@ -112,6 +112,7 @@ def test_on_the_node_what_is_no_guest_is_itself(path: str, expected: str) -> Non
 
 def test_the_path_that_says_most_decides() -> None:
     assert str(owner(["/", "/user.slice", "/system.slice/a.service"])) == "unit a.service"
+    assert str(owner(["/init.scope", "/system.slice/a.service"])) == "unit a.service"
     assert owner([]) == Owner(kind="none")
 
 
