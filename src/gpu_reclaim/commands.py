@@ -20,8 +20,9 @@ from gpu_reclaim.errors import BadAnswer, IdentityMismatch, Incomplete, OutcomeU
 KILL_AFTER_S = 5
 """`timeout -k`: seconds between TERM and KILL of a remote script that outstays its limit."""
 
-TIMEOUT_CODES = (124, 137)
-"""What `timeout` answers when it ended the script by TERM, or had to use KILL (coreutils)."""
+TIMEOUT_CODES = (124, 137, 143)
+"""What `timeout` answers when it ended the script by TERM, or had to use KILL (coreutils); 143 is
+busybox's answer to the former."""
 
 REMOTE_SLACK_S = 5
 """Seconds the near side waits longer than the far side, whose own `timeout` should speak first."""

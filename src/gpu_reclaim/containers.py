@@ -56,7 +56,9 @@ def _checks(vmid: int, hostname: str) -> str:
             f'case "$nl$out$nl" in *"${{nl}}status: running$nl"*) ;; *) exit {STOPPED};; esac',
             f'case "$nl$out" in *"${{nl}}lock: "*) exit {LOCKED};; esac',
             f"want={shlex.quote(hostname)}",
-            f'case "$nl$out$nl" in *"${{nl}}name: $want$nl"*) ;; '
+            # As in the guard: with or without its domain.
+            'case "$nl$out$nl" in *"${nl}name: $want$nl"* | *"${nl}name: $want."* '
+            '| *"${nl}name: ${want%%.*}$nl"*) ;; '
             f'*) [ -z "$want" ] || exit {RENAMED};; esac',
         ]
     )

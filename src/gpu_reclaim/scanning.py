@@ -1,0 +1,138 @@
+"""The script that looks through /proc: who holds NVIDIA devices, who belongs to a control group.
+
+Holders are found by device number, through descriptors and mappings. Link texts only choose what is
+worth a `stat`: following every descriptor would hang on a dead network file system. Needs a POSIX
+shell, find, stat, grep, sed, sort, xargs and tr, of GNU or busybox; no awk, no ps, no python.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpu_reclaim.errors import BadInput
+
+NVIDIA_MAJOR = 195
+"""Character major of nvidia0.., nvidiactl and nvidia-modeset (Linux, devices.txt)."""
+
+
+@dataclass(frozen=True)
+class DeviceSet:
+    """Which files count as GPU devices.
+
+    Attributes:
+        majors: Character device majors that always count.
+        driver_names: A major that /proc/devices lists under a name beginning so counts too
+            (nvidia-uvm and nvidia-caps have dynamic majors).
+        path_prefixes: Files whose path begins so count whatever their number: for test machines
+            without a driver. Under /dev only character devices do.
+        nodes: Beginning of the nodes' usual paths, for fuser.
+    """
+
+    majors: tuple[int, ...] = (NVIDIA_MAJOR,)
+    driver_names: tuple[str, ...] = ("nvidia",)
+    path_prefixes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ("/dev/nvidia",)
+
+
+NVIDIA = DeviceSet()
+
+# Every process has these open; a GPU device is none of them.
+_COMMON = r"-> '?/dev/(null|zero|full|u?random|ptmx|pts/[0-9]+|tty[0-9]*|console)'?$"
+_COMMON_MAPS = r" /dev/(zero|shm/)"
+
+LONG_LIST = 60_000
+"""Characters of arguments given to one program; Linux takes at least 128 KiB (execve(2))."""
+
+SCAN = r"""
+cd /proc || exit 1
+echo "ns $(readlink self/ns/pid)"
+while read -r number name; do
+  case $number in Block*) break;; [0-9]*) echo "major $number $name";; esac
+done < devices
+p=$$
+while [ "${p:-0}" -gt 1 ]; do
+  echo "self $p"
+  stat=
+  while IFS= read -r part || [ -n "$part" ]; do stat="$stat $part"; done < "$p/stat"
+  set -- ${stat##*) }
+  [ "$p" != $$ ] || echo "session $4"
+  p=$2
+done
+# Starts a program on the words of a list; xargs is a process more, so only for long lists.
+on() {
+  list=$1; shift
+  [ -n "$list" ] || return 0
+  if [ ${#list} -lt @LONG@ ]; then "$@" $list; else printf '%s\n' $list | xargs "$@"; fi
+}
+# Of a process whose leader has ended, only its other threads show what it still holds.
+fd_dirs=; map_files=
+for status in $(grep -l '^State:.Z' [0-9]*/status); do
+  pid=${status%/status}
+  for thread in "$pid"/task/[0-9]*; do
+    [ "${thread##*/}" != "$pid" ] || continue
+    fd_dirs="$fd_dirs $thread/fd"; map_files="$map_files $thread/maps"
+  done
+done
+links=$(find [0-9]*/fd $fd_dirs -type l -exec stat -c '%N' {} + |
+  sed -n -E -e "\,@COMMON@,d" -e "\,-> '?/dev/|nvidia@PREFIXES@,s/^/link /p")
+maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps $map_files |
+  sed -n -E -e '\,@COMMON_MAPS@,d' \
+    -e 's,^([0-9/task]+)/maps:0*([0-9a-f]+-)0*([0-9a-f]+) [^/]*(/.*)$,map \1 \4 \2\3,p')
+[ -z "$maps" ] || maps=$(printf '%s\n' "$maps" | sort -u -k2,3)
+printf '%s\n' "$links" "$maps"
+files=$(printf '%s\n' "$links" "$maps" | sed -n -E \
+  -e "s,^link '*([0-9/task]+/fd/[0-9]+)'* -> .*,\1,p" \
+  -e '/^map /{' -e h -e 's,^map ([0-9/task]+) .* ([0-9a-f-]+)$,\1/map_files/\2,p' -e g \
+  -e 's,^map ([0-9/task]+) (/[A-Za-z0-9_./:-]*) [0-9a-f-]+$,\1/root\2,p' -e '}')
+on "$files" stat -L -c 'node %t %T %F|%n'
+pids=$(for file in $files $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
+@EVERYBODY@
+files=; exes=
+for p in $pids; do
+  files="$files $p/comm $p/cmdline $p/stat $p/cgroup"; exes="$exes $p/exe"
+done
+on "$files" grep -azH '' | tr '\n\0' '\1\n'
+on "$exes" stat -c '%N' | sed -n -E "s,^'?[0-9]+/exe'? -> ,exe &,p"
+exit 0
+"""
+
+
+def scan(devices: DeviceSet = NVIDIA, *, units: Iterable[str] = (), everybody: bool = False) -> str:
+    """Shell text of the look through /proc.
+
+    Args:
+        devices: What counts as a GPU device.
+        units: Units whose control groups' members are wanted too.
+        everybody: Describe every process (for `match`), not only those.
+    """
+    groups = " ".join(f"-e {shlex.quote('/' + unit)}" for unit in units)
+    members = f"grep -l -F {groups} [0-9]*/cgroup" if groups else ":"
+    prefixes = "".join(f"|{_literal(text)}" for text in devices.path_prefixes)
+    fill = {
+        "@PREFIXES@": prefixes,
+        "@COMMON@": _COMMON,
+        "@COMMON_MAPS@": _COMMON_MAPS,
+        "@MEMBERS@": members,
+        "@LONG@": str(LONG_LIST),
+        "@EVERYBODY@": "pids=$(printf '%s\\n' [0-9]*)" if everybody else "",
+    }
+    text = SCAN
+    for name, value in fill.items():
+        text = text.replace(name, value)
+    return text
+
+
+def _literal(text: str) -> str:
+    """Text as an extended regular expression, for between quotes and commas in the script.
+
+    Raises:
+        BadInput: It has a character that would end those, or covers whole folders such as /dev.
+    """
+    if re.search(r"[,'\"`$\\\s]", text):
+        raise BadInput(f"device prefix {text!r} has a character that a path should not have")
+    if not re.match(r"/[^/]+/[^/]", text):
+        raise BadInput(f"device prefix {text!r} must be the beginning of a path such as /dev/gpu")
+    return re.sub(r"([.\[\]()*+?{}|^$\\])", r"\\\1", text)
