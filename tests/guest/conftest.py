@@ -14,6 +14,8 @@ from lab.possible import pytest_collection_modifyitems, pytest_terminal_summary
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
+pytest.register_assert_rewrite("guest.witness")
+
 
 @pytest.fixture(scope="package")
 def booted() -> Iterator[Lab]:

@@ -12,6 +12,7 @@ from gpu_reclaim.reclaim import reclaim
 from guest import units, ways, witness
 from lab.guest_files import HOLDER
 from lab.lab import Lab
+from lab.shell import run
 from lab.waiting import wait_until
 
 pytestmark = pytest.mark.lab
@@ -236,6 +237,26 @@ def test_wanted_gpu_whose_user_is_not_listed_is_never_clean(lab: Lab, apps: str)
         report = witness.refused(ways.session(lab), QUICK.model_copy(update={"gpus": [1]}))
     assert report.verdict == Verdict.HELD_UNSEEN
     assert (report.ended, report.stopped) == ([], [])
+
+
+def test_listed_pid_of_another_namespace_names_nobody_here(lab: Lab) -> None:
+    """nvidia-smi may list the host's pids, and one may be somebody else's in the guest."""
+    lab.smi("apps", "hostpids")
+    wanted = lab.hold("--gpus", "1", "--mib", "2000")
+    process = lab.process(wanted)
+    assert process is not None
+    give_next_pid(lab, process.host_pid)
+    assert lab.hold("--gpus", "2", "--mib", "2000", unit="lab-hold-x.service") == process.host_pid
+    with witness.untouched(lab, "lab-hold-x.service"):
+        witness.refused(ways.session(lab), QUICK.model_copy(update={"gpus": [1]}))
+
+
+def give_next_pid(lab: Lab, pid: int) -> None:
+    """Have the next process of the guest be this one, as counting on would in time."""
+    init = next(each for each in lab.guest.processes() if each.pid == 1)
+    enter = ["nsenter", "-t", str(init.host_pid), "-p", "sh", "-c"]
+    # Two are started on the way to the holder: the shell of `attach` and systemd-run.
+    run([*enter, f"echo {pid - 3} >/proc/sys/kernel/ns_last_pid"])
 
 
 @pytest.mark.parametrize("pattern", ["^sidecar::cache$", "--model-path /models/draft"])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
+from uuid import UUID
 
-import pytest
+from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
 
 from gpu_reclaim.blocks import GpuHost, ProxmoxGuest, SshAccess
@@ -19,8 +20,8 @@ from gpu_reclaim.transport.ssh import SshOptions, SshTransport
 from lab.lab import Lab
 
 UNIT = "sglang-qwen.service"
-_REGISTERED: set[str] = set()
-"""Prefect servers that know the block classes."""
+_SAVED: dict[tuple[str, str], UUID] = {}
+"""Prefect server and block name to the block document's id."""
 
 DEVICES = DeviceSet(path_prefixes=("/dev/nvidia",))
 
@@ -120,10 +121,13 @@ def save_host(lab: Lab, name: str = "lab", **changes: Any) -> None:
         "expected_gpus": 4,
     }
     host = GpuHost(**(values | changes))
-    server = str(PREFECT_API_URL.value())
-    with pytest.MonkeyPatch.context() as patch:
-        if server in _REGISTERED:
-            # Registering the classes again, as each save does, takes Prefect ten seconds.
-            patch.setattr(GpuHost, "register_type_and_schema", lambda *_, **__: None)
-        host.save(name, overwrite=True)
-    _REGISTERED.add(server)
+    known = (str(PREFECT_API_URL.value()), name)
+    if known not in _SAVED:
+        _SAVED[known] = cast("UUID", host.save(name, overwrite=True))
+        return
+    # Saving again takes Prefect ten seconds, because it computes every schema anew.
+    data = host.model_dump(mode="json", include=set(values), context={"include_secrets": True})
+    change = {"data": data, "merge_existing_data": False}
+    with get_client(sync_client=True) as client:
+        path = {"id": str(_SAVED[known])}
+        client.request("PATCH", "/block_documents/{id}", path_params=path, json=change)

@@ -12,6 +12,7 @@ from lab.paths import LXC, NODE, NODE_BIN, PVE, SOURCE
 from lab.shell import run
 
 ADDRESS = "127.0.0.1"
+# HOME is the node's own folder: the shell start-up files of this machine's root are none of its.
 _CONFIG = """\
 ListenAddress {address}:{port}
 HostKey {host_key}
@@ -27,7 +28,7 @@ PrintMotd no
 PrintLastLog no
 MaxStartups 100
 MaxSessions 100
-SetEnv PATH={bin}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+SetEnv PATH={bin}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME={folder}
 """
 
 
