@@ -75,7 +75,7 @@ def process_rows(ended: Iterable[Ended], spared: Iterable[Spared]) -> list[Row]:
             "pid": str(row.pid),
             "name": row.name,
             "owner": row.owner,
-            "why": ", ".join(row.devices) or "left of its unit, or named by match",
+            "why": _why(row.devices),
             "by": row.via,
         }
         for row in ended
@@ -92,6 +92,18 @@ def process_rows(ended: Iterable[Ended], spared: Iterable[Spared]) -> list[Row]:
         for row in spared
     ]
     return rows
+
+
+def _why(devices: Sequence[str]) -> str:
+    """For example `held nvidia0, nvidiactl (mapped)`."""
+    if not devices:
+        return "of a stopped unit, or named by match"
+    names: dict[str, set[str]] = {}
+    for device in devices:
+        path, _, way = device.rpartition(" ")
+        names.setdefault(path.rpartition("/")[2], set()).add(way)
+    shown = [f"{name} (mapped)" if ways == {"(map)"} else name for name, ways in names.items()]
+    return f"held {', '.join(shown)}"
 
 
 def _what(row: Ended) -> str:
@@ -112,6 +124,8 @@ def grid(rows: Sequence[Row]) -> str:
 
 
 def _cell(text: str) -> str:
+    if re.fullmatch(r"`[^`|]*`", text):
+        return text
     # Names come from processes: nothing in them may end the cell or become markup.
     safe = re.sub(r"([\\`*_{}\[\]()#+!<>~|])", r"\\\1", text)
     return safe.replace("\n", " ")
@@ -165,7 +179,7 @@ def page(report: ReclaimReport) -> str:
     steps = [
         {
             "step": step.name,
-            "by": step.via,
+            "by": f"`{step.via}`" if step.via else "",
             "attempts": str(step.attempts),
             "seconds": f"{step.seconds:.2f}",
         }

@@ -22,17 +22,15 @@ Identity = tuple[int, int]
 
 
 def everybody(lab: Lab) -> dict[Identity, str]:
-    """All processes of the guest but the dead who are not yet collected, and sshd's sessions."""
-    return {
-        (process.pid, process.start): _lasting(process.title)
-        for process in lab.guest.processes()
-        if process.state != "Z" and not process.title.startswith("sshd: root")
-    }
+    """All processes of the guest but the dead who are not yet collected.
 
-
-def _lasting(title: str) -> str:
-    # The listener writes into its own title how many connections it has.
-    return "sshd" if title.startswith("sshd:") else title
+    Of sshd the listener alone, which writes the number of its connections into its title: the
+    others come and go with every look.
+    """
+    alive = [process for process in lab.guest.processes() if process.state != "Z"]
+    sshd = sorted((x for x in alive if x.in_unit("ssh.service")), key=lambda x: (x.start, x.pid))
+    found = {(x.pid, x.start): x.title for x in alive if x not in sshd}
+    return found | {(x.pid, x.start): "sshd" for x in sshd[:1]}
 
 
 def identity(lab: Lab, pid: int) -> Identity:
