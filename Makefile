@@ -20,6 +20,8 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=tests $(BIN)/mypy --explicit-package-bases tests benchmarks
+	$(BIN)/mypy deployments/demo/*.py
 	$(BIN)/lint-imports
 
 ## make benchmark         the README's figures; needs root

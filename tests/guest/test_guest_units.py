@@ -26,26 +26,26 @@ def add_holder_unit(lab: Lab, name: str, *lines: str, gpu: int = 0) -> None:
 
 
 def test_triggers_are_stopped_first_and_named(lab: Lab) -> None:
-    add_holder_unit(lab, "lab-model")
-    units.add(lab, "lab-model.socket", Socket=["ListenStream=31000"])
-    units.add(lab, "lab-model.timer", Timer=["OnActiveSec=1h"])
-    lab.do("systemctl start lab-model.socket lab-model.timer")
+    add_holder_unit(lab, "lab-triggered")
+    units.add(lab, "lab-triggered.socket", Socket=["ListenStream=31000"])
+    units.add(lab, "lab-triggered.timer", Timer=["OnActiveSec=1h"])
+    lab.do("systemctl start lab-triggered.socket lab-triggered.timer")
     with socket.create_connection((lab.guest_address, 31000), timeout=10):
         wait_until("it holds", lambda: witness.memory(lab)[0] == 1500)
-    server = witness.of_unit(lab, "lab-model.service")
-    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy())
+    server = witness.of_unit(lab, "lab-triggered.service")
+    report = reclaim(ways.session(lab, units=["lab-triggered"]), ReclaimPolicy())
     assert report.verdict == Verdict.CLEAN
     assert [(row.unit, sorted(row.triggered_by)) for row in report.stopped] == [
-        ("lab-model.service", ["lab-model.socket", "lab-model.timer"])
+        ("lab-triggered.service", ["lab-triggered.socket", "lab-triggered.timer"])
     ]
     assert witness.ended(report) == set(server)
     for kind in ("service", "socket", "timer"):
-        assert witness.state_of(lab, f"lab-model.{kind}") == "inactive"
-    words = "^(Stopped|Closed) lab-model.[a-z]*"
-    journal = lab.do(f"journalctl -o cat -u 'lab-model.*' | grep -o -E '{words}'")
+        assert witness.state_of(lab, f"lab-triggered.{kind}") == "inactive"
+    words = "^(Stopped|Closed) lab-triggered.[a-z]*"
+    journal = lab.do(f"journalctl -o cat -u 'lab-triggered.*' | grep -o -E '{words}'")
     stopped = journal.split()[1::2]
-    assert stopped[-1] == "lab-model.service"
-    assert sorted(stopped[:-1]) == ["lab-model.socket", "lab-model.timer"]
+    assert stopped[-1] == "lab-triggered.service"
+    assert sorted(stopped[:-1]) == ["lab-triggered.socket", "lab-triggered.timer"]
 
 
 def test_trigger_that_does_not_run_is_not_named(lab: Lab) -> None:
@@ -242,13 +242,17 @@ def test_wanted_gpu_whose_user_is_not_listed_is_never_clean(lab: Lab, apps: str)
 def test_listed_pid_of_another_namespace_names_nobody_here(lab: Lab) -> None:
     """nvidia-smi may list the host's pids, and one may be somebody else's in the guest."""
     lab.smi("apps", "hostpids")
-    wanted = lab.hold("--gpus", "1", "--mib", "2000")
-    process = lab.process(wanted)
-    assert process is not None
-    give_next_pid(lab, process.host_pid)
-    assert lab.hold("--gpus", "2", "--mib", "2000", unit="lab-hold-x.service") == process.host_pid
+    taken = host_pid(lab, lab.hold("--gpus", "1", "--mib", "2000"))
+    give_next_pid(lab, taken)
+    assert lab.hold("--gpus", "2", "--mib", "2000", unit="lab-hold-x.service") == taken
     with witness.untouched(lab, "lab-hold-x.service"):
         witness.refused(ways.session(lab), QUICK.model_copy(update={"gpus": [1]}))
+
+
+def host_pid(lab: Lab, pid: int) -> int:
+    process = lab.process(pid)
+    assert process is not None
+    return process.host_pid
 
 
 def give_next_pid(lab: Lab, pid: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from prefect import get_client
 from prefect.blocks.core import Block
 from prefect.plugins import load_prefect_collections
-from prefect.testing.standard_test_suites import BlockStandardTestSuite
+from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 from pydantic import SecretStr, ValidationError
 
 from gpu_reclaim.blocks import GpuHost, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump
@@ -35,7 +35,7 @@ class TestStandard(BlockStandardTestSuite):
 
 
 def access(name: str = "", **changes: object) -> SshAccess:
-    block = SshAccess(address="10.129.0.2", password=SecretStr(SECRET), **changes)  # type: ignore[arg-type]
+    block = SshAccess(address="10.129.0.2", password=SecretStr(SECRET), **changes)
     if name:
         block.save(name, overwrite=True)
     return block
