@@ -90,7 +90,7 @@ def test_another_process_with_the_same_pid_is_not_the_main_process(
 
 
 def test_stop_of_an_unknown_unit_fails(guest: Path) -> None:
-    assert run(guest, systemd.stop(["three.service"])).code == 5
+    assert run(guest, systemd.stop(["three.service"])).code == systemd.REFUSED
 
 
 @pytest.mark.parametrize(
