@@ -6,7 +6,15 @@ from prefect import flow
 
 from gpu_reclaim.errors import GpusNotReclaimed
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
-from gpu_reclaim.reclaim import Record, accept, check_policy, conclude, plan, verdicts
+from gpu_reclaim.reclaim import (
+    Record,
+    accept,
+    check_policy,
+    conclude,
+    plan,
+    refuse_unprovable,
+    verdicts,
+)
 from gpu_reclaim.tasks import (
     fuser_release,
     proxmox_exec_kill,
@@ -50,6 +58,7 @@ def reclaim_gpus(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> ReclaimRe
 def _reclaim(host: str, policy: ReclaimPolicy, record: Record) -> ReclaimReport:
     before = survey(host, policy)
     record.surveyed(before)
+    refuse_unprovable(record)
     if policy.mode == "plan":
         return plan(record)
     record.did(stop_systemd(host, policy, before.units))

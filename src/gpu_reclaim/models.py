@@ -254,6 +254,7 @@ class Survey(BaseModel):
     Attributes:
         other_guests: Where else holders are (`guest 130`, `the node itself`) to who they are;
             filled only when the node was asked.
+        restarting: Units that are about to run again, though a process of theirs was ended.
     """
 
     host: str
@@ -264,6 +265,7 @@ class Survey(BaseModel):
     units: list[UnitState] = []
     table: ProcessTable = ProcessTable()
     other_guests: dict[str, list[str]] = {}
+    restarting: list[str] = []
 
 
 class Ended(BaseModel):

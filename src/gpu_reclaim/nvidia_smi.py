@@ -17,6 +17,8 @@ APP_FIELDS = ("gpu_uuid", "pid", "used_memory")
 TIME_LIMIT_S = 60
 """Without persistence mode each call sets the GPUs up anew: tens of seconds on boxes of eight."""
 
+SLOW = "it did not answer in time"
+
 CODES = {
     2: "it does not know a field that was asked",
     3: "the operation is not supported",
@@ -31,9 +33,9 @@ CODES = {
     16: "a GPU needs a reset",
     17: "the device control group forbids access to a GPU",
     18: "driver and library versions differ",
-    124: "it did not answer in time",
+    124: SLOW,
     127: "nvidia-smi is not installed or not on PATH",
-    137: "it did not answer in time and had to be killed",
+    137: f"{SLOW} and had to be killed",
 }
 """nvidia-smi's exit statuses: its manual up to 15, nvml.h beyond; 124 and 137 come from timeout."""
 
@@ -116,6 +118,11 @@ def mib(text: str) -> int | None:
     """A number of MiB, or None for `[N/A]`, `[Unknown Error]` and whatever else is no number."""
     match = re.fullmatch(r"(\d{1,9})(?: MiB)?", text.strip(), re.ASCII)
     return int(match[1]) if match else None
+
+
+def timed_out(reading: GpuReading) -> bool:
+    """It did not answer in time; whether something is wrong is not known."""
+    return SLOW in reading.problem
 
 
 def is_fault(gpu: Gpu) -> bool:

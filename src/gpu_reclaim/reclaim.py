@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpu_reclaim import settling, steps, stopping, verdict
 from gpu_reclaim.errors import BadInput, GpuReclaimError, GpusNotReclaimed
@@ -172,14 +172,28 @@ def check_policy(policy: ReclaimPolicy) -> None:
         raise BadInput("hold_minutes is not supported yet", remedy="leave it at 0")
 
 
+def refuse_unprovable(record: Record) -> None:
+    """Refuse before anything is touched when the GPUs cannot be read: nothing could be proven.
+
+    Raises:
+        GpusNotReclaimed: With the verdict that the end would have had.
+    """
+    before = record.before
+    if before is None:
+        raise BadInput("nothing was surveyed yet", remedy="survey first")
+    expected = record.session.expected_gpus
+    evidence = Evidence(record.policy, before.reading, before.reading, expected_gpus=expected)
+    finding = verdict.unprovable(evidence)
+    if finding is not None:
+        summary = f"{finding.summary}; nothing was touched"
+        raise GpusNotReclaimed(record.report(replace(finding, summary=summary)))
+
+
 def plan(record: Record) -> ReclaimReport:
     """The report of a plan: who would be ended (outcome `planned`), which units stopped."""
     before = record.before
     if before is None:
         raise BadInput("nothing was surveyed yet", remedy="survey first")
-    if before.reading.problem:
-        finding = verdict.decide(Evidence(record.policy, before.reading, before.reading))
-        return record.report(finding)
     victims = record.choice(before).victims
     units = stopping.units_to_stop(record.session, record.policy, before)
     active = [state for state in units if state.active]
@@ -214,6 +228,7 @@ def conclude(record: Record) -> ReclaimReport:
         holders=[process for process in choice.victims if process.devices],
         spared=choice.spared,
         ended=record.ended,
+        restarting=after.restarting,
         uninspected=len(after.table.uninspected),
         other_guests=after.other_guests,
     )
@@ -259,6 +274,7 @@ def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
     try:
         with verdicts(record):
             record.surveyed(steps.survey(session, policy))
+            refuse_unprovable(record)
             if policy.mode == "plan":
                 return accept(plan(record))
             units = record.before.units if record.before else []

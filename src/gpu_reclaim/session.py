@@ -41,6 +41,7 @@ class Session:
         guest_name: Name the guest must have there; empty: any.
         devices: What counts as a GPU device.
         script_timeout_s: Limit of a script that only reads, in seconds.
+        owners: Units, beside `units`, of which a process was ended in this session.
         clock: Monotonic seconds (injectable).
         sleep: Waits for seconds (injectable).
     """
@@ -54,6 +55,7 @@ class Session:
     guest_name: str = ""
     devices: DeviceSet = NVIDIA
     script_timeout_s: float = 150
+    owners: set[str] = field(default_factory=set)
     clock: Callable[[], float] = field(default=time.monotonic)
     sleep: Callable[[float], None] = field(default=time.sleep)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpu_reclaim import processes
+from gpu_reclaim import processes, systemd
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import GpuReclaimError
 from gpu_reclaim.models import Process, ReclaimPolicy, Sample, Settled, Step, Survey
@@ -127,12 +127,28 @@ def verify(session: Session, policy: ReclaimPolicy) -> Survey:
         TransportError: As `Transport.run`.
     """
     survey = look(session, "verify_nvidia_smi", apps=bool(policy.gpus))
+    survey.restarting = restarting(session)
     if not any(gpu.memory_used_mib for gpu in survey.reading.gpus):
         return survey
-    survey = look(session, "verify_nvidia_smi", apps=True)
+    in_use = look(session, "verify_nvidia_smi", apps=True)
+    in_use.restarting = survey.restarting
+    survey = in_use
     if session.links.node is not None and not holding(session, policy, survey):
         survey.other_guests = elsewhere(session)
     return survey
+
+
+def restarting(session: Session) -> list[str]:
+    """Units outside the host's own whose process was ended, and which do not stay down.
+
+    `Restart=` may let seconds pass before it brings a holder back, when nobody looks any more.
+    """
+    if not session.owners:
+        return []
+    body = systemd.show(sorted(session.owners))
+    result = session.links.run(Script("look at the owners", {"units": body}))
+    states = systemd.parse_show(result.section("units"))
+    return [x.name for x in states if x.sub_state == "auto-restart"]
 
 
 def elsewhere(session: Session) -> dict[str, list[str]]:

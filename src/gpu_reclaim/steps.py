@@ -19,11 +19,15 @@ from gpu_reclaim.models import (
     Step,
     Survey,
 )
+from gpu_reclaim.nvidia_smi import timed_out
 from gpu_reclaim.owners import owner
 from gpu_reclaim.session import Run, Session, check_node, look
 from gpu_reclaim.victims import Choice, choose, never_stopped
 
 log = logging.getLogger(__name__)
+
+SECOND_LOOK_S = 1
+"""Pause before nvidia-smi is asked again after it failed, in seconds."""
 
 
 def survey(session: Session, policy: ReclaimPolicy) -> Survey:
@@ -37,6 +41,10 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
     if session.links.node is not None and policy.via != "ssh":
         _check_node(session)
     found = look(session, "survey", apps=True, everybody=bool(policy.match))
+    if found.reading.problem and not timed_out(found.reading):
+        # Everything rests on this reading, so a passing trouble gets a second one.
+        session.sleep(SECOND_LOOK_S)
+        found = look(session, "survey", apps=True, everybody=bool(policy.match))
     _check_units(session, found)
     indexes = [gpu.index for gpu in found.reading.gpus]
     unknown = [index for index in policy.gpus if index not in indexes]
@@ -149,6 +157,8 @@ def end(
         timeout_s=signals.time_limit_s(policy.term_grace_s),
         writes=True,
     )
+    belongs = [owner(victim.cgroups) for victim in victims]
+    session.owners |= {x.name for x in belongs if x.kind == "unit"} - set(session.units)
     result = (run or session.links.run)(script)
     owners = {victim.pid: str(owner(victim.cgroups)) for victim in victims}
     return signals.parse_end(result, result.section("end"), victims, owners, result.where)

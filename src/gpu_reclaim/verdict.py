@@ -28,7 +28,7 @@ from gpu_reclaim.models import (
     Spared,
     Verdict,
 )
-from gpu_reclaim.nvidia_smi import is_fault
+from gpu_reclaim.nvidia_smi import is_fault, timed_out
 from gpu_reclaim.owners import owner, stop_command
 from gpu_reclaim.victims import ZERO_MEMORY
 
@@ -46,6 +46,7 @@ class Evidence:
         holders: Unprotected holders at the end.
         spared: Who was left alone at the end, and why.
         ended: Whom we signalled, and what became of them.
+        restarting: Units of ended holders that are about to run again.
         uninspected: How many processes could not be looked into at the end.
         other_guests: Where else (`guest 130`, `the node itself`) to the processes that hold the
             devices there, seen from the node.
@@ -59,6 +60,7 @@ class Evidence:
     holders: Sequence[Process] = ()
     spared: Sequence[Spared] = ()
     ended: Sequence[Ended] = ()
+    restarting: Sequence[str] = ()
     uninspected: int = 0
     other_guests: dict[str, list[str]] = field(default_factory=dict)
 
@@ -91,18 +93,26 @@ class Finding:
 def decide(e: Evidence) -> Finding:
     """The verdict."""
     return (
-        _reading_failed(e)
-        or _gpu_missing(e)
-        or _rows_unsound(e)
-        or _gpu_faulty(e)
-        or _memory_unread(e)
+        unprovable(e)
         or _held_visibly(e)
+        or _restarting(e)
         or _held_by_other_guest(e)
         or _held_by_undead(e)
         or _held_by_protected(e)
         or _held_unseen(e)
         or _not_settled(e)
         or _free(e)
+    )
+
+
+def unprovable(e: Evidence) -> Finding | None:
+    """The verdict that no reclaim could improve: the GPUs cannot be read as they should be."""
+    return (
+        _reading_failed(e)
+        or _gpu_missing(e)
+        or _rows_unsound(e)
+        or _gpu_faulty(e)
+        or _memory_unread(e)
     )
 
 
@@ -121,7 +131,7 @@ def of_error(error: GpuReclaimError) -> Finding:
 def _reading_failed(e: Evidence) -> Finding | None:
     if not e.after.problem:
         return None
-    if "did not answer in time" in e.after.problem:
+    if timed_out(e.after):
         return Finding(
             Verdict.UNKNOWN,
             f"GPU memory could not be read: {e.after.problem}",
@@ -208,6 +218,17 @@ def _held_visibly(e: Evidence) -> Finding | None:
             "log in as root, or set sudo on the SshAccess block",
         )
     return Finding(Verdict.RESPAWNED, f"new holders appeared: {text}", _respawn_remedy(e.holders))
+
+
+def _restarting(e: Evidence) -> Finding | None:
+    if not e.restarting:
+        return None
+    units = ", ".join(e.restarting)
+    return Finding(
+        Verdict.RESPAWNED,
+        f"systemd is about to start {units} again, of which a holder was ended",
+        f"stop it: systemctl stop {' '.join(e.restarting)}; or add it to the host's units",
+    )
 
 
 def _holder(process: Process) -> str:

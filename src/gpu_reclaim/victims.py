@@ -7,7 +7,7 @@ and whom the policy's `match` names. Nobody wanted is ended if a protection cove
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -121,9 +121,10 @@ def choose(
         protect: The host's own additions to the protected names.
     """
     names = [*protect, *policy.protect]
+    holders = wanted_holders(table, reading, policy)
     choice = Choice()
     for process in table.processes:
-        if not wanted(process, reading, policy, units):
+        if not wanted(process, holders, policy, units):
             continue
         reason = protection(process, table, policy, names)
         if reason:
@@ -135,24 +136,30 @@ def choose(
 
 
 def wanted(
-    process: Process, reading: GpuReading, policy: ReclaimPolicy, units: Sequence[str]
+    process: Process, wanted_pids: Collection[int], policy: ReclaimPolicy, units: Sequence[str]
 ) -> bool:
     """It holds a wanted GPU, is left of a stopped unit, or is named by the policy."""
-    if process.devices and on_wanted_gpu(process, reading, policy):
+    if process.devices and process.pid in wanted_pids:
         return True
     return matches(process, policy) or any(in_unit(process.cgroups, unit) for unit in units)
 
 
-def on_wanted_gpu(process: Process, reading: GpuReading, policy: ReclaimPolicy) -> bool:
-    """It computes on a wanted GPU.
+def wanted_holders(
+    table: ProcessTable, reading: GpuReading, policy: ReclaimPolicy
+) -> frozenset[int]:
+    """Pids of the holders of wanted GPUs.
 
     CUDA programs open every device node though they use one GPU (cupy/cupy#1930), so with part of
-    the GPUs wanted only nvidia-smi's own list of processes decides.
+    the GPUs wanted only nvidia-smi's own list of processes decides; and only if everybody on it is
+    a holder here, for otherwise its pids are those of another namespace, and mean nobody here.
     """
+    holders = frozenset(process.pid for process in table.holders)
     if not policy.gpus:
-        return True
+        return holders
+    if not {app.pid for app in reading.apps} <= holders:
+        return frozenset()
     uuids = {gpu.uuid for gpu in reading.gpus if gpu.index in policy.gpus}
-    return any(app.pid == process.pid and app.gpu_uuid in uuids for app in reading.apps)
+    return frozenset(app.pid for app in reading.apps if app.gpu_uuid in uuids)
 
 
 def matches(process: Process, policy: ReclaimPolicy) -> bool:
