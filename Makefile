@@ -33,12 +33,14 @@ benchmark: .venv/dev
 MODULES := $(wildcard src/gpu_reclaim/*.py src/gpu_reclaim/*/*.py blocks/*.py tasks/*.py flows/*.py)
 
 .venv/installed: pyproject.toml $(MODULES)
+	@echo "Installing into .venv (a minute or two, the first time)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e .
 	touch $@
 
 .venv/dev: pyproject.toml $(MODULES)
+	@echo "Installing into .venv, with the tools for tests (a minute or two, the first time)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e '.[dev]'

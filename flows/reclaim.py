@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from prefect import flow
 
 from gpu_reclaim.errors import GpusNotReclaimed
@@ -9,12 +11,12 @@ from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
 from gpu_reclaim.reclaim import (
     Record,
     accept,
-    check_policy,
     conclude,
     plan,
     refuse_unprovable,
     verdicts,
 )
+from gpu_reclaim.steps import check_policy
 from gpu_reclaim.tasks import (
     fuser_release,
     proxmox_exec_kill,
@@ -24,15 +26,17 @@ from gpu_reclaim.tasks import (
     verify_nvidia_smi,
 )
 from gpu_reclaim.tasks.artifacts import show_report
-from gpu_reclaim.tasks.host import DEFAULT_POLICY, open_host
+from gpu_reclaim.tasks.host import DEFAULT_HOST, DEFAULT_POLICY, open_host
+
+log = logging.getLogger(__name__)
 
 
 @flow(name="reclaim-gpus", flow_run_name="reclaim-{host}", persist_result=False)
-def reclaim_gpus(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> ReclaimReport:
+def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLICY) -> ReclaimReport:
     """Free the GPUs of a host: stop its units, end who is left, wait, and prove it.
 
     Args:
-        host: Name of the GpuHost block document.
+        host: Name of the GpuHost block document; by default that of GPU_RECLAIM_HOST.
         policy: What may be done, and how long it may take.
 
     Returns:
@@ -50,6 +54,7 @@ def reclaim_gpus(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> ReclaimRe
                 report = _reclaim(host, policy, record)
         except GpusNotReclaimed as refused:
             show_report(refused.report)
+            log.error("%s", refused)
             raise
         show_report(report)
         return accept(report)

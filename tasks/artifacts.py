@@ -75,7 +75,7 @@ def process_rows(ended: Iterable[Ended], spared: Iterable[Spared]) -> list[Row]:
             "pid": str(row.pid),
             "name": row.name,
             "owner": row.owner,
-            "why": _why(row.devices),
+            "why": _why(row),
             "by": row.via,
         }
         for row in ended
@@ -94,16 +94,17 @@ def process_rows(ended: Iterable[Ended], spared: Iterable[Spared]) -> list[Row]:
     return rows
 
 
-def _why(devices: Sequence[str]) -> str:
+def _why(row: Ended) -> str:
     """For example `held nvidia0, nvidiactl (mapped)`."""
+    devices = row.devices
     if not devices:
-        return "of a stopped unit, or named by match"
+        return "part of its unit" if row.owner.startswith("unit ") else "named by match"
     names: dict[str, set[str]] = {}
     for device in devices:
         path, _, way = device.rpartition(" ")
         names.setdefault(path.rpartition("/")[2], set()).add(way)
     shown = [f"{name} (mapped)" if ways == {"(map)"} else name for name, ways in names.items()]
-    return f"held {', '.join(shown)}"
+    return f"{'holds' if row.outcome == 'planned' else 'held'} {', '.join(shown)}"
 
 
 def _what(row: Ended) -> str:
@@ -170,12 +171,14 @@ def page(report: ReclaimReport) -> str:
     parts = [f"# {report.host}: {report.verdict}", _cell(report.summary)]
     if report.remedy:
         parts.append(f"**What to do now:** {_cell(report.remedy)}")
-    parts += ["## GPUs", grid(gpu_rows(report.gpus_before, report.gpus_after))]
+    gpus = gpu_rows(report.gpus_before, report.gpus_after)
+    parts += ["## GPUs", grid(gpus) if gpus else "(not read)"]
     if report.stopped:
         title = "Would be stopped" if report.verdict == Verdict.PLANNED else "Stopped"
         units = [f"- {_cell(_unit(row.unit, row.triggered_by))}" for row in report.stopped]
         parts += [f"## {title}", "\n".join(units)]
-    parts += ["## Processes", grid(process_rows(report.ended, report.spared))]
+    rows = process_rows(report.ended, report.spared)
+    parts += ["## Processes", grid(rows) if rows else "(none seen)" if gpus else "(not read)"]
     steps = [
         {
             "step": step.name,

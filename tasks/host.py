@@ -15,10 +15,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
-from prefect import Task, task
+from prefect import Task, get_client, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.exceptions import MissingContextError
+from prefect.exceptions import MissingContextError, PrefectHTTPStatusError
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 
@@ -31,8 +31,9 @@ from gpu_reclaim.settings import Settings
 P = ParamSpec("P")
 R = TypeVar("R")
 
+DEFAULT_HOST = Settings().host
 DEFAULT_POLICY = Settings().policy
-"""Read when the module is imported, so that forms and deployments show it."""
+"""Read when the module is imported, so that forms and deployments show them."""
 
 RETRIES = 2
 RETRY_DELAYS_S = [1.0, 3.0]
@@ -88,12 +89,23 @@ def load_host(name: str) -> GpuHost:
     except ValueError as error:
         raise UnknownHost(
             f"{wanted!r}: the GpuHost block cannot be loaded: {_short(error)}",
-            remedy="see `prefect block ls`, and save one: "
+            remedy=f"{_known()}; save one: "
             'GpuHost(ssh=SshAccess.load("..."), units=["..."]).save("NAME")',
         ) from error
     if not isinstance(found, GpuHost):
         raise UnknownHost(f"{wanted!r} is no GpuHost block", remedy="give the name of a GpuHost")
     return found
+
+
+def _known() -> str:
+    """The GpuHost blocks there are, for a name that is none of them."""
+    try:
+        with get_client(sync_client=True) as client:
+            found = client.read_block_documents_by_type(GpuHost.get_block_type_slug())
+    except PrefectHTTPStatusError:
+        return "no GpuHost block was ever registered"
+    names = [document.name for document in found if document.name]
+    return f"there are: {', '.join(names)}" if names else "there is no GpuHost block yet"
 
 
 def _short(error: Exception) -> str:

@@ -87,7 +87,7 @@ class _Progress:
     def __call__(self, sample: Sample) -> None:
         used = sum(value or 0 for value in sample.memory_mib.values())
         self._most = max(self._most, used)
-        if sample.seconds - self._said < PROGRESS_AFTER_S:
+        if not used or sample.seconds - self._said < PROGRESS_AFTER_S:
             return
         self._said = sample.seconds
         holders = f", held by {'; '.join(sample.holders)}" if sample.holders else ""

@@ -98,14 +98,17 @@ class ReclaimPolicy(BaseModel):
         description="How the host is reached: its own SSH, its hypervisor, or whichever answers.",
     )
     approve: bool = Field(
-        default=False, title="Approve", description="Ask a person before anything is touched."
+        default=False,
+        title="Approve",
+        description="Not in this version: refused. Will ask a person before anything is touched.",
     )
     hold_minutes: float = Field(
         default=0,
         ge=0,
         le=10_080,
         title="Hold (minutes)",
-        description="How long nobody else may start GPU work afterwards. 0: no hold.",
+        description="Not in this version: anything but 0 is refused. Will keep others from "
+        "starting GPU work afterwards.",
     )
 
     @field_validator("match")
@@ -353,3 +356,25 @@ class ReclaimReport(BaseModel):
     spared: list[Spared] = []
     steps: list[Step] = []
     seconds: float = 0
+
+    def __str__(self) -> str:
+        """The report for a terminal: verdict, remedy, units, processes."""
+        planned = self.verdict == Verdict.PLANNED
+        late = {gpu.uuid: gpu.memory_used_mib for gpu in self.gpus_after}
+        lines = [f"{self.host}: {self.verdict}: {self.summary}"]
+        lines += [f"what to do: {self.remedy}"] if self.remedy else []
+        for gpu in self.gpus_before:
+            after = f", now {late.get(gpu.uuid)} MiB" if late else ""
+            lines.append(f"  GPU {gpu.index}: {gpu.memory_used_mib} MiB in use{after}")
+        verb = "would stop" if planned else "stopped"
+        lines += [f"  {verb} {' '.join([x.unit, *x.triggered_by])}" for x in self.stopped]
+        for row in self.ended:
+            what = "would end" if planned else f"{row.outcome} {row.signal}".strip()
+            lines.append(f"  {what}: {_line(row)}")
+        lines += [f"  spared: {_line(row)}: {row.reason}" for row in self.spared]
+        return "\n".join(lines)
+
+
+def _line(row: Ended | Spared) -> str:
+    held = f", holds {', '.join(row.devices)}" if row.devices else ""
+    return f"{row.name} (pid {row.pid}, {row.owner}{held})"

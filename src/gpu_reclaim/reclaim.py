@@ -10,12 +10,21 @@ from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport
 
 session = Session("this machine", Links(direct=LocalTransport()), units=["sglang.service"])
-print(reclaim(session, ReclaimPolicy()).summary)
+print(reclaim(session, ReclaimPolicy(mode="plan")))  # then without the mode
+```
+
+Over SSH, in the place of `LocalTransport()`:
+
+```python
+from gpu_reclaim.transport.ssh import SshOptions, SshTransport
+
+SshTransport(SshOptions("10.0.0.9", private_key_path="~/.ssh/id_ed25519"))
 ```
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +49,8 @@ from gpu_reclaim.owners import in_unit, owner
 from gpu_reclaim.session import Session
 from gpu_reclaim.verdict import Evidence, Finding
 from gpu_reclaim.victims import Choice, choose
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -160,18 +171,6 @@ def ended_row(process: Process, signal: str, via: str, outcome: str = "ended") -
     )
 
 
-def check_policy(policy: ReclaimPolicy) -> None:
-    """Refuse what this version cannot do, before anything is touched.
-
-    Raises:
-        BadInput: The policy asks for it.
-    """
-    if policy.approve:
-        raise BadInput("approve is not supported yet", remedy="run with mode='plan' first")
-    if policy.hold_minutes:
-        raise BadInput("hold_minutes is not supported yet", remedy="leave it at 0")
-
-
 def refuse_unprovable(record: Record) -> None:
     """Refuse before anything is touched when the GPUs cannot be read: nothing could be proven.
 
@@ -198,7 +197,10 @@ def plan(record: Record) -> ReclaimReport:
     units = stopping.units_to_stop(record.session, record.policy, before)
     active = [state for state in units if state.active]
     names = [state.name for state in active]
-    report = record.report(Finding(Verdict.PLANNED, _plan_summary(victims, names)))
+    summary = _plan_summary(victims, names)
+    if not victims and not names and Evidence(record.policy, before.reading, before.reading).in_use:
+        summary += "; memory is in use and nobody is seen to hold it, so it would not become free"
+    report = record.report(Finding(Verdict.PLANNED, summary))
     report.stopped = [StoppedUnit(unit=x.name, triggered_by=x.triggered_by) for x in active]
     report.ended = [ended_row(x, "", before.step.via, "planned") for x in victims]
     return report
@@ -259,7 +261,9 @@ def verdicts(record: Record) -> Iterator[None]:
     except (BadInput, GpusNotReclaimed):
         raise
     except GpuReclaimError as error:
-        raise GpusNotReclaimed(record.report(verdict.of_error(error))) from error
+        log.debug("%s: the cause", record.session.host, exc_info=error)
+        # The report says it all; a chain of tracebacks would only bury it.
+        raise GpusNotReclaimed(record.report(verdict.of_error(error))) from None
 
 
 def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
@@ -269,7 +273,7 @@ def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
         BadInput: What was asked makes no sense; nothing was touched.
         GpusNotReclaimed: The verdict is not clean, residue or planned; it carries the report.
     """
-    check_policy(policy)
+    steps.check_policy(policy)
     record = Record(session, policy)
     try:
         with verdicts(record):

@@ -30,6 +30,32 @@ SECOND_LOOK_S = 1
 """Pause before nvidia-smi is asked again after it failed, in seconds."""
 
 
+def check_policy(policy: ReclaimPolicy) -> None:
+    """Refuse what this version cannot do, before anything is touched.
+
+    Raises:
+        BadInput: The policy asks for it.
+    """
+    if policy.approve:
+        raise BadInput("approve is not supported yet", remedy="run with mode='plan' first")
+    if policy.hold_minutes:
+        raise BadInput("hold_minutes is not supported yet", remedy="leave it at 0")
+
+
+def check_may_act(policy: ReclaimPolicy) -> None:
+    """Refuse to act under a policy that only plans, whoever calls.
+
+    Raises:
+        BadInput: The mode is plan, or as `check_policy`.
+    """
+    check_policy(policy)
+    if policy.mode == "plan":
+        raise BadInput(
+            "the policy's mode is plan, and this step acts; nothing was touched",
+            remedy="use mode='reclaim', or call reclaim_gpus, which ends after the plan",
+        )
+
+
 def survey(session: Session, policy: ReclaimPolicy) -> Survey:
     """Read everything; touch nothing.
 
@@ -86,6 +112,7 @@ def proxmox_exec_kill(session: Session, policy: ReclaimPolicy) -> Outcome:
         GuestRefused: The guest is another one, locked or stopped; nothing was touched.
         TransportError: As `Transport.run`.
     """
+    check_may_act(policy)
     if not session.links.has_hypervisor():
         note = "no way through a hypervisor is configured or allowed"
         return Outcome(step=Step(name="proxmox_exec_kill"), note=note)
@@ -113,6 +140,7 @@ def release(
     session: Session, policy: ReclaimPolicy, name: str, run: Run, *, with_fuser: bool = False
 ) -> Outcome:
     """Look, choose, end."""
+    check_may_act(policy)
     started = session.clock()
     partly = bool(policy.gpus)
     seen = look(

@@ -20,7 +20,7 @@ from gpu_reclaim.models import (
 )
 from gpu_reclaim.owners import in_unit
 from gpu_reclaim.session import Session, look, unit_states
-from gpu_reclaim.steps import end
+from gpu_reclaim.steps import check_may_act, end
 from gpu_reclaim.victims import choose, protected_name
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def stop_systemd(
         UnknownUnit: systemd does not know one of them; nothing was stopped.
         TransportError: As `Transport.run`.
     """
+    check_may_act(policy)
     started = session.clock()
     seen = look(session, "look at GPUs", apps=True) if policy.gpus else None
     names = _names_to_stop(session, policy, seen)

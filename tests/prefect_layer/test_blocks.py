@@ -205,6 +205,8 @@ def test_unknown_host_is_named_with_the_cure(name: str) -> None:
         load_host(name)
 
     assert "GpuHost" in caught.value.remedy
+    if name:
+        assert "host" in caught.value.remedy.split(";")[0]
 
 
 def test_default_host_comes_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,3 +271,43 @@ def test_form_of_the_flow_reads_well() -> None:
     assert policy["term_grace_s"]["title"] == "Term grace (s)"
     assert all(field.get("description") and field.get("title") for field in policy.values())
     assert not any("anyOf" in field for field in policy.values())
+
+
+@pytest.mark.parametrize("verb", ["stop_systemd", "proxmox_exec_kill", "fuser_release"])
+@pytest.mark.parametrize(
+    "policy",
+    [ReclaimPolicy(mode="plan"), ReclaimPolicy(approve=True), ReclaimPolicy(hold_minutes=1)],
+    ids=["plan", "approve", "hold"],
+)
+def test_acting_task_refuses_a_policy_that_does_not_let_it_act(
+    pretend: PretendHost, verb: str, policy: ReclaimPolicy
+) -> None:
+    @flow
+    def mine() -> None:
+        getattr(tasks, verb)("pretend", policy)
+
+    with pytest.raises(BadInput):
+        mine()
+
+    assert (pretend.stops, pretend.ended, pretend.active) == (0, [], True)
+
+
+def test_unreadable_gpus_are_refused_before_the_server_is_stopped(pretend: PretendHost) -> None:
+    pretend.smi_code = 9
+    with pytest.raises(GpusNotReclaimed) as caught:
+        reclaim_gpus("pretend")
+
+    assert caught.value.report.verdict == Verdict.DRIVER_FAULT
+    assert "nothing was touched" in caught.value.report.summary
+    assert (pretend.stops, pretend.ended, pretend.active) == (0, [], True)
+
+
+def test_printed_report_names_everybody(pretend: PretendHost) -> None:
+    plan = str(reclaim_gpus("pretend", ReclaimPolicy(mode="plan")))
+    done = str(reclaim_gpus("pretend"))
+
+    assert "would stop sglang.service" in plan
+    assert "would end: sglang::scheduler_TP1 (pid 101, unit sglang.service" in plan
+    assert "GPU 0: 40000 MiB in use, now 0 MiB" in done
+    assert "ended TERM: sglang::scheduler_TP0 (pid 100" in done
+    assert "spared: nvidia-persistenced (pid 7" in done

@@ -249,7 +249,7 @@ def test_the_error_behind_a_verdict_is_kept() -> None:
     with pytest.raises(GpusNotReclaimed) as caught:
         reclaim(stage.session, POLICY)
 
-    assert caught.value.__cause__ is error
+    assert caught.value.__context__ is error
 
 
 def test_bad_input_comes_as_it_is() -> None:
