@@ -139,12 +139,14 @@ def test_broken_nvidia_smi_is_never_clean(lab: Lab, kind: str) -> None:
 
 def test_missing_row_is_a_missing_gpu(lab: Lab) -> None:
     lab.start_server()
+    before = lab.server_pids()
     lab.smi("missing", "2")
     report = witness.refused(ways.session(lab))
     assert (report.verdict, report.summary) == (
         Verdict.GPU_MISSING,
-        "3 GPUs answer, 4 are expected",
+        "3 GPUs answer, 4 are expected; nothing was touched",
     )
+    assert lab.server_pids() == before
 
 
 def test_gpu_that_vanishes_on_the_way_is_missing(lab: Lab) -> None:
@@ -178,7 +180,7 @@ def test_memory_that_is_no_number_is_not_zero(lab: Lab, value: str, verdict: Ver
     report = witness.refused(ways.session(lab), QUICK)
     assert report.verdict == verdict
     assert "GPU 2" in report.summary
-    assert [gpu.memory_used_mib for gpu in report.gpus_after] == [0, 0, None, 0]
+    assert [gpu.memory_used_mib for gpu in report.gpus_before] == [0, 0, None, 0]
 
 
 def test_unwanted_gpu_may_be_unread(lab: Lab) -> None:

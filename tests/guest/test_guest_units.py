@@ -288,3 +288,14 @@ def test_match_of_old_ends_the_agent_as_asked_but_nothing_protected(lab: Lab) ->
     assert witness.ended(report) >= {*server, *agent}
     for title in ("/sbin/init", "/usr/bin/nvidia-persistenced", "/lib/systemd/systemd-logind"):
         assert title in [text for who, text in witness.everybody(lab).items() if who in kept]
+
+
+def test_unit_outside_the_blocks_that_waits_to_restart_is_told(lab: Lab) -> None:
+    """Between its holder's end and its `RestartSec` nobody holds the GPU, and it is not free."""
+    add_holder_unit(lab, "lab-later", "Restart=always", "RestartSec=600", gpu=2)
+    lab.do("systemctl start lab-later")
+    wait_until("it holds", lambda: witness.memory(lab)[2] == 1500)
+    report = witness.refused(ways.session(lab))
+    assert report.verdict == Verdict.RESPAWNED
+    assert "lab-later.service" in report.summary
+    assert "systemctl stop lab-later.service" in report.remedy
