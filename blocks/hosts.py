@@ -17,6 +17,7 @@ from gpu_reclaim.settings import Settings
 from gpu_reclaim.steps import survey
 from gpu_reclaim.systemd import unit_name
 from gpu_reclaim.transport import Transport
+from gpu_reclaim.transport.guest_agent import GuestAgentTransport
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport
 
@@ -70,6 +71,13 @@ class GpuHost(Careful, Block):
         except BadInput as error:
             raise PydanticCustomError("unit", "{text}", {"text": str(error)}) from error
 
+    @field_validator("protect")
+    @classmethod
+    def _protect(cls, names: list[str]) -> list[str]:
+        if any(not name.strip() for name in names):
+            raise PydanticCustomError("protect", "protect: an empty name protects nothing")
+        return names
+
     def session(self, host: str = "", *, via: Via = "auto") -> Session:
         """A session on the host; connections are opened when first used. Close its `links`.
 
@@ -98,6 +106,7 @@ class GpuHost(Careful, Block):
             expected_gpus=self.expected_gpus,
             protect=self.protect,
             vmid=self.guest.vmid if self.guest and self.guest.kind == "lxc" else None,
+            fit=inside.check if isinstance(inside, GuestAgentTransport) and via != "ssh" else None,
             guest_name=self.guest.hostname if self.guest else "",
             devices=settings.devices,
             script_timeout_s=settings.script_timeout_s,

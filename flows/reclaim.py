@@ -6,8 +6,8 @@ import logging
 
 from prefect import flow
 
-from gpu_reclaim.errors import GpusNotReclaimed
-from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
+from gpu_reclaim.errors import BadInput, GpusNotReclaimed
+from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.reclaim import (
     Record,
     accept,
@@ -27,6 +27,13 @@ from gpu_reclaim.tasks import (
 )
 from gpu_reclaim.tasks.artifacts import show_report
 from gpu_reclaim.tasks.host import DEFAULT_HOST, DEFAULT_POLICY, open_host
+from gpu_reclaim.verdict import Finding
+
+CUT_SHORT = Finding(
+    Verdict.UNKNOWN,
+    "the run was cut short; what is listed was done before",
+    "look at the host, start what was stopped, and run it again",
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +62,12 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
         except GpusNotReclaimed as refused:
             show_report(refused.report)
             log.error("%s", refused)
+            raise
+        except BadInput:
+            raise
+        except BaseException:
+            # Cancelled, or a fault of ours: what was done so far is told all the same.
+            show_report(record.report(CUT_SHORT))
             raise
         show_report(report)
         return accept(report)

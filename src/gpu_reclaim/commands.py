@@ -35,6 +35,10 @@ MARK = "@gr-"
 """Begins every marker; the rest of one is used once."""
 
 
+_NOISE = re.compile(r"(stat|find|grep): .*\d+/(fd|maps|exe|status|cmdline|comm|cgroup|map_files)")
+"""A process that ended while it was looked at; every look has some of these."""
+
+
 @dataclass(frozen=True)
 class Script:
     """What is to run.
@@ -87,10 +91,10 @@ class Result:
 
     script: Script
     where: str
-    stdout: str
-    stderr: str
+    stdout: str = field(repr=False)
+    stderr: str = field(repr=False)
     exit_code: int | None
-    sections: Mapping[str, Section] = field(default_factory=dict)
+    sections: Mapping[str, Section] = field(default_factory=dict, repr=False)
     seconds: float = 0.0
 
     def section(self, name: str) -> Section:
@@ -105,8 +109,9 @@ class Result:
 
     def words(self, lines: int) -> str:
         """The last lines a tool wrote for people: standard error, else standard output."""
-        text = self.stderr.strip() or self.stdout.strip()
-        said = [line for line in text.split("\n") if line and not line.startswith(MARK)]
+        # What a look printed is not for people, and may hold command lines with secrets.
+        text = self.stderr.strip() or ("" if self.script.together else self.stdout.strip())
+        said = [x for x in text.split("\n") if x and not x.startswith(MARK) and not _NOISE.match(x)]
         return printable("\n".join(said[-lines:]), newlines=True)
 
 

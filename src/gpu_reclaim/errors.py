@@ -61,7 +61,8 @@ class GpuReclaimError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep keyword arguments through pickling (Prefect pickles exceptions of failed runs)."""
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
+        # What a host printed may hold other people's command lines: it stays in this process.
+        return _rebuild, (type(self), self.args, {**self.__dict__, "result": None})
 
 
 def _rebuild(

@@ -121,6 +121,8 @@ class ReclaimPolicy(BaseModel):
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"match: {pattern!r} is no regular expression: {error}") from error
+            if re.search(pattern, ""):
+                raise ValueError(f"match: {pattern!r} matches every process")
         return patterns
 
     @field_validator("protect")
@@ -156,11 +158,13 @@ class GpuReading(BaseModel):
     Attributes:
         gpus: The rows, by index.
         apps: The compute processes, where they were asked for.
+        apps_known: They could be listed.
         problem: Why the rows cannot be trusted (missing tool, exit status, text); empty when fine.
     """
 
     gpus: list[Gpu] = []
     apps: list[GpuApp] = []
+    apps_known: bool = True
     problem: str = ""
 
 
@@ -195,16 +199,20 @@ class ProcessTable(BaseModel):
 
     Attributes:
         pid_namespace: As /proc/self/ns/pid names it, for example `pid:[4026532201]`.
+        boot_id: Names the machine's present run.
         ourselves: Our own shell on the host and its ancestors.
         processes: Holders, members of the asked units' control groups, and, if asked, all others.
         uninspected: Processes whose descriptors could not be read.
+        root: We look as root; others see only their own processes' descriptors.
         fuser_only: Pids that fuser named and the scan did not confirm.
     """
 
     pid_namespace: str = ""
+    boot_id: str = ""
     ourselves: list[int] = []
     processes: list[Process] = []
     uninspected: list[int] = []
+    root: bool = True
     fuser_only: list[int] = []
 
     @property

@@ -7,8 +7,12 @@ from collections.abc import Iterable
 
 from gpu_reclaim.models import Owner
 
-_GUEST = re.compile(r"^/lxc/(\d+)(?:/ns)?(?=/|$)")
-"""Proxmox names the control group of an LXC guest lxc/VMID/ns."""
+_GUEST = re.compile(
+    r"^/lxc/([^/]+)(?:/ns)?(?=/|$)|^/lxc\.payload[./]([^/]+)|^/qemu\.slice/(\d+)\.scope"
+    r"|^/machine\.slice/machine-([^/]+)\.scope"
+)
+"""Proxmox names the control group of a guest lxc/VMID/ns or qemu.slice/VMID.scope, LXC and Incus
+lxc.payload.NAME, systemd-machined machine.slice/machine-NAME.scope."""
 
 _ENGINE = re.compile(r"/(?:(docker|libpod|cri-containerd|crio)[-/])([0-9a-f]{12,64})(?:\.scope)?")
 _POD = re.compile(r"/kubepods[^/]*")
@@ -20,18 +24,17 @@ _SCOPE = re.compile(r"/([^/]+\.scope)(?:/|$)")
 _STOP = {"docker": "docker stop", "libpod": "podman stop", "cri-containerd": "crictl stop"}
 
 
-def owner(cgroups: Iterable[str], *, on_node: bool = False) -> Owner:
+def owner(cgroups: Iterable[str]) -> Owner:
     """The owner behind a process's control group paths.
 
     Args:
         cgroups: Paths of every hierarchy; the first that says something decides.
-        on_node: They were read on a Proxmox node, where a guest's name is the answer.
     """
     for path in sorted(cgroups, key=len, reverse=True):
         guest = _GUEST.match(path)
-        if guest and on_node:
-            return Owner(kind="guest", name=guest[1])
-        found = _inside(_GUEST.sub("", path))
+        if guest:
+            return Owner(kind="guest", name=next(name for name in guest.groups() if name))
+        found = _inside(path)
         if found:
             return found
     return Owner(kind="none")
@@ -51,6 +54,15 @@ def _inside(path: str) -> Owner | None:
         if match:
             return Owner.model_validate({"kind": kind, "name": match[1]})
     return None
+
+
+def guest_prefix(cgroups: Iterable[str]) -> str:
+    """The part of our own paths that names the guest we are in; empty outside of one.
+
+    Without a control group namespace a guest's processes see it in front of all their paths.
+    """
+    found = (_GUEST.match(path) for path in cgroups)
+    return next((match[0] for match in found if match), "")
 
 
 def stop_command(of: Owner) -> str:

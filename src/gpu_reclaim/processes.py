@@ -7,6 +7,7 @@ import re
 from gpu_reclaim.commands import Result, Section, printable
 from gpu_reclaim.errors import BadAnswer
 from gpu_reclaim.models import Process, ProcessTable
+from gpu_reclaim.owners import guest_prefix
 from gpu_reclaim.scanning import NVIDIA, DeviceSet, scan
 
 __all__ = ["NVIDIA", "DeviceSet", "parse_scan", "scan"]
@@ -36,11 +37,17 @@ def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) ->
     unseen = (set(held) | {pid for pid, paths in exes.items() if len(paths) > 1}) - {
         process.pid for process in processes
     }
+    own = [line.split(":", 2)[2] for line in section.lines("own") if line.count(":") > 1]
+    prefix = guest_prefix(own)
+    for process in processes if prefix else ():
+        process.cgroups = sorted({group.removeprefix(prefix) for group in process.cgroups})
     parents = {process.pid: process.ppid for process in processes}
     return ProcessTable(
         pid_namespace=namespace,
+        boot_id=section.value("boot"),
         ourselves=ourselves,
         processes=[x for x in processes if not _our_own(x, section, parents, ourselves[0])],
+        root=section.value("uid") in ("", "0"),
         uninspected=sorted(_denied(result.stderr) | _unread_maps(section, held) | unseen),
     )
 
@@ -189,7 +196,8 @@ _INTERPRETER = re.compile(r"(python[\d.]*|(ba|da|z)?sh|perl|ruby|node|java)$")
 
 def _name(comm: str, words: list[str]) -> str:
     """Title or program for people; of an interpreter also its script, never further arguments."""
-    first = words[0].strip() if words else ""
+    # A set title may hold the whole command line, secrets and all: options end what is shown.
+    first = re.split(r"\s+-|[?]", words[0].strip())[0].strip() if words else ""
     if not first:
         return printable(comm, limit=80)
     program = first.rpartition("/")[2] if first.startswith("/") else first
@@ -197,5 +205,6 @@ def _name(comm: str, words: list[str]) -> str:
     if _INTERPRETER.match(program) and rest:
         module = rest[0] == "-m" and len(rest) > 1
         if module or not rest[0].startswith("-"):
-            program += f" -m {rest[1]}" if module else f" {rest[0].rpartition('/')[2]}"
+            script = rest[0].split("?")[0].rpartition("/")[2]
+            program += f" -m {rest[1]}" if module else f" {script}"
     return printable(program.split("\n")[0], limit=80)

@@ -5,7 +5,7 @@ For an emergency, when no Prefect server can be reached:
 ```python
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.reclaim import reclaim
-from gpu_reclaim.session import Session
+from gpu_reclaim.session import Session, look
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport
 
@@ -25,7 +25,7 @@ SshTransport(SshOptions("10.0.0.9", private_key_path="~/.ssh/id_ed25519"))
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -46,7 +46,7 @@ from gpu_reclaim.models import (
     Verdict,
 )
 from gpu_reclaim.owners import in_unit, owner
-from gpu_reclaim.session import Session
+from gpu_reclaim.session import Session, look
 from gpu_reclaim.verdict import Evidence, Finding
 from gpu_reclaim.victims import Choice, choose
 
@@ -60,6 +60,7 @@ class Record:
     session: Session
     policy: ReclaimPolicy
     before: Survey | None = None
+    acting: bool = False
     settled: Settled | None = None
     after: Survey | None = None
     outcomes: list[Outcome] = field(default_factory=list)
@@ -89,8 +90,32 @@ class Record:
 
     @property
     def stopped(self) -> list[StoppedUnit]:
-        """Units stopped by any step."""
-        return [row for outcome in self.outcomes for row in outcome.stopped]
+        """Units stopped by any step, also by one whose answer was lost."""
+        rows = [row for outcome in self.outcomes for row in outcome.stopped]
+        known = {row.unit for row in rows}
+        late = self.after.units if self.after else []
+        down = {state.name for state in late if not state.active}
+        for state in self.before.units if self.before and self.acting else []:
+            if state.active and state.name in down and state.name not in known:
+                rows.append(StoppedUnit(unit=state.name, triggered_by=state.triggered_by))
+        return rows
+
+    def blind(self, survey: Survey) -> bool:
+        """Other users' holders cannot be seen; on a test machine all processes are one user's."""
+        return not survey.table.root and not self.session.devices.path_prefixes
+
+    def failed(self, finding: Finding) -> ReclaimReport:
+        """The report of a run that an error ended: what was done is looked up, if it can be."""
+        if not self.acting:
+            return self.report(finding)
+        try:
+            self.after = self.after or look(self.session, "look after the error")
+            unknown = ""
+        except GpuReclaimError:
+            unknown = "; what became of its units and processes is not known"
+        before = finding.summary.replace("; nothing was touched", "")
+        done = f"{before}; earlier steps did what is listed{unknown}"
+        return self.report(replace(finding, summary=done))
 
     @property
     def ended(self) -> list[Ended]:
@@ -130,13 +155,14 @@ class Record:
         rows = [*early, *between, *late]
         return list({(row.pid, row.name if row.pid else row.reason): row for row in rows}.values())
 
-    def choice(self, survey: Survey) -> Choice:
-        """Who would be ended now, and who spared."""
+    def choice(self, survey: Survey, units: Sequence[str] | None = None) -> Choice:
+        """Who would be ended now, and who spared; `units` are those being stopped."""
+        whole = () if self.policy.gpus else self.session.units
         return choose(
             survey.table,
             survey.reading,
             self.policy,
-            units=() if self.policy.gpus else self.session.units,
+            units=whole if units is None else units,
             protect=self.session.protect,
         )
 
@@ -181,11 +207,18 @@ def refuse_unprovable(record: Record) -> None:
     if before is None:
         raise BadInput("nothing was surveyed yet", remedy="survey first")
     expected = record.session.expected_gpus
-    evidence = Evidence(record.policy, before.reading, before.reading, expected_gpus=expected)
+    evidence = Evidence(
+        record.policy,
+        before.reading,
+        before.reading,
+        expected_gpus=expected,
+        blind=record.blind(before),
+    )
     finding = verdict.unprovable(evidence)
     if finding is not None:
         summary = f"{finding.summary}; nothing was touched"
         raise GpusNotReclaimed(record.report(replace(finding, summary=summary)))
+    record.acting = record.policy.mode == "reclaim"
 
 
 def plan(record: Record) -> ReclaimReport:
@@ -193,8 +226,8 @@ def plan(record: Record) -> ReclaimReport:
     before = record.before
     if before is None:
         raise BadInput("nothing was surveyed yet", remedy="survey first")
-    victims = record.choice(before).victims
     units = stopping.units_to_stop(record.session, record.policy, before)
+    victims = record.choice(before, [state.name for state in units]).victims
     active = [state for state in units if state.active]
     names = [state.name for state in active]
     summary = _plan_summary(victims, names)
@@ -231,10 +264,20 @@ def conclude(record: Record) -> ReclaimReport:
         spared=choice.spared,
         ended=record.ended,
         restarting=after.restarting,
+        blind=record.blind(after),
+        unlisted=[] if not record.policy.gpus else unlisted(record, after),
         uninspected=len(after.table.uninspected),
         other_guests=after.other_guests,
     )
     return record.report(verdict.decide(evidence))
+
+
+def unlisted(record: Record, survey: Survey) -> list[str]:
+    """Unprotected holders that are not known to use a wanted GPU."""
+    everything = record.policy.model_copy(update={"gpus": []})
+    choice = choose(survey.table, survey.reading, everything, protect=record.session.protect)
+    listed = {app.pid for app in survey.reading.apps}
+    return [steps.describe(x) for x in choice.victims if x.devices and x.pid not in listed]
 
 
 def accept(report: ReclaimReport) -> ReclaimReport:
@@ -258,12 +301,14 @@ def verdicts(record: Record) -> Iterator[None]:
     """
     try:
         yield
-    except (BadInput, GpusNotReclaimed):
+    except GpusNotReclaimed:
         raise
     except GpuReclaimError as error:
+        if isinstance(error, BadInput) and not record.acting:
+            raise
         log.debug("%s: the cause", record.session.host, exc_info=error)
         # The report says it all; a chain of tracebacks would only bury it.
-        raise GpusNotReclaimed(record.report(verdict.of_error(error))) from None
+        raise GpusNotReclaimed(record.failed(verdict.of_error(error))) from None
 
 
 def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:

@@ -52,6 +52,10 @@ echo "ns $(readlink self/ns/pid)"
 while read -r number name; do
   case $number in Block*) break;; [0-9]*) echo "major $number $name";; esac
 done < devices
+read -r id < sys/kernel/random/boot_id
+echo "boot $id"
+echo "uid $(id -u)"
+while IFS= read -r group; do echo "own $group"; done < self/cgroup
 p=$$
 while [ "${p:-0}" -gt 1 ]; do
   echo "self $p"

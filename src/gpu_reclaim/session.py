@@ -13,6 +13,7 @@ from gpu_reclaim.errors import BadAnswer, UnknownUnit
 from gpu_reclaim.models import GpuReading, ProcessTable, Step, Survey, UnitState
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 from gpu_reclaim.transport.links import Links
+from gpu_reclaim.transport.local import Family, family
 
 TOOL_SHARE = 0.8
 """Part of a script's time limit that one tool in it may take."""
@@ -42,6 +43,9 @@ class Session:
         devices: What counts as a GPU device.
         script_timeout_s: Limit of a script that only reads, in seconds.
         owners: Units, beside `units`, of which a process was ended in this session.
+        known_units: Units that systemd knew earlier: a transient one is gone once it is stopped.
+        fit: Asks Proxmox whether a VM may be touched, where its API is known; raises if not.
+        me: This process and its ancestors, never signalled.
         clock: Monotonic seconds (injectable).
         sleep: Waits for seconds (injectable).
     """
@@ -56,6 +60,9 @@ class Session:
     devices: DeviceSet = NVIDIA
     script_timeout_s: float = 150
     owners: set[str] = field(default_factory=set)
+    known_units: set[str] = field(default_factory=set)
+    fit: Callable[[], object] | None = None
+    me: Family = field(default_factory=family)
     clock: Callable[[], float] = field(default=time.monotonic)
     sleep: Callable[[float], None] = field(default=time.sleep)
 
@@ -140,12 +147,25 @@ def _scan(session: Session, everybody: bool) -> str:
 
 def _reading(result: Result, *, gpus: bool, apps: bool) -> GpuReading:
     reading = nvidia_smi.parse_gpus(result.section("gpus")) if gpus else GpuReading()
-    listed = nvidia_smi.parse_apps(result.section("apps")) if apps else []
-    return reading.model_copy(update={"apps": listed})
+    if not apps:
+        return reading
+    section = result.section("apps")
+    known = section.code in nvidia_smi.WARNING_CODES
+    listed = nvidia_smi.parse_apps(section) if known else []
+    return reading.model_copy(update={"apps": listed, "apps_known": known})
+
+
+def seen_processes(session: Session, result: Result) -> ProcessTable:
+    """The processes in an answer; this process counts as ourselves where it runs on the host."""
+    table = processes.parse_scan(result, result.section("processes"), session.devices)
+    me = session.me
+    if me.boot_id and (me.boot_id, me.namespace) == (table.boot_id, table.pid_namespace):
+        table.ourselves += me.pids
+    return table
 
 
 def _table(session: Session, result: Result, *, with_fuser: bool) -> ProcessTable:
-    table = processes.parse_scan(result, result.section("processes"), session.devices)
+    table = seen_processes(session, result)
     if not with_fuser:
         return table
     seen = {process.pid for process in table.holders}
@@ -178,7 +198,10 @@ def _state_of(
 ) -> UnitState:
     for state in states:
         if unit in (state.name, *state.names) and state.load_state != "not-found":
+            session.known_units |= {unit, state.name}
             return state
+    if unit in session.known_units:
+        return UnitState(name=unit, load_state="not-found", active_state="inactive")
     raise UnknownUnit(
         f"{session.host}: systemd there knows no unit {unit}; nothing was touched",
         remedy="see `systemctl list-units --all`, and correct the units in the GpuHost block",
@@ -192,6 +215,8 @@ def check_node(session: Session) -> None:
         GuestRefused: It is not; nothing was touched.
         TransportError: As `Transport.run`.
     """
+    if session.fit is not None:
+        session.fit()
     node = session.links.node
     if session.vmid is None or node is None:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import (
@@ -43,7 +44,7 @@ class Settings(BaseSettings):
 
     host: str = ""
     policy: ReclaimPolicy = ReclaimPolicy()
-    log_level: str = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     # nvidia-smi may need a minute without persistence mode; a look asks it twice.
     script_timeout_s: float = Field(default=150, gt=0, le=3600)
     device_prefixes: list[str] = []

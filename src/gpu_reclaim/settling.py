@@ -167,7 +167,7 @@ def elsewhere(session: Session) -> dict[str, list[str]]:
     for process in table.holders:
         if process.exe.rpartition("/")[2] in ZERO_MEMORY:
             continue
-        of = owner(process.cgroups, on_node=True)
+        of = owner(process.cgroups)
         place = str(of) if of.kind == "guest" else "the node itself"
         if place != f"guest {session.vmid}":
             found.setdefault(place, []).append(f"{process.name} (pid {process.pid} on the node)")

@@ -22,7 +22,7 @@ from gpu_reclaim.models import (
 from gpu_reclaim.nvidia_smi import timed_out
 from gpu_reclaim.owners import owner
 from gpu_reclaim.session import Run, Session, check_node, look
-from gpu_reclaim.victims import Choice, choose, never_stopped
+from gpu_reclaim.victims import Choice, choose, never_stopped, protected_name
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
         GuestRefused: The node says that the guest is another one, locked or stopped.
         TransportError: As `Transport.run`.
     """
-    if session.links.node is not None and policy.via != "ssh":
+    if (session.links.node is not None or session.fit is not None) and policy.via != "ssh":
         _check_node(session)
     found = look(session, "survey", apps=True, everybody=bool(policy.match))
     if found.reading.problem and not timed_out(found.reading):
         # Everything rests on this reading, so a passing trouble gets a second one.
         session.sleep(SECOND_LOOK_S)
         found = look(session, "survey", apps=True, everybody=bool(policy.match))
-    _check_units(session, found)
+    _check_units(session, policy, found)
     indexes = [gpu.index for gpu in found.reading.gpus]
     unknown = [index for index in policy.gpus if index not in indexes]
     if unknown and not found.reading.problem:
@@ -83,7 +83,16 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
     return found
 
 
-def _check_units(session: Session, found: Survey) -> None:
+def _check_units(session: Session, policy: ReclaimPolicy, found: Survey) -> None:
+    patterns = [*session.protect, *policy.protect]
+    for state in found.units:
+        kept = [x for x in state.triggered_by if never_stopped(x) or protected_name(patterns, x)]
+        if kept and not protected_name(patterns, state.name):
+            raise BadInput(
+                f"{session.host}: {kept[0]} would start {state.name} again, and it is protected; "
+                "nothing was touched",
+                remedy=f"protect {state.name} too, or let {kept[0]} be stopped",
+            )
     never = [x.name for x in found.units if never_stopped(x.name)]
     if never:
         raise BadInput(

@@ -19,7 +19,7 @@ from gpu_reclaim.models import (
     UnitState,
 )
 from gpu_reclaim.owners import in_unit
-from gpu_reclaim.session import Session, look, unit_states
+from gpu_reclaim.session import Session, look, seen_processes, unit_states
 from gpu_reclaim.steps import check_may_act, end
 from gpu_reclaim.victims import choose, protected_name
 
@@ -112,6 +112,7 @@ def _stop(session: Session, names: Sequence[str]) -> Result:
 
 def _stopped_states(session: Session, names: Sequence[str], result: Result) -> list[UnitState]:
     """The units' states before, once it is certain that none runs any more."""
+    before = unit_states(session, result, names, part="stop")
     still = [x for x in unit_states(session, result, names) if x.active]
     if still:
         state = f"{still[0].active_state} ({still[0].sub_state})"
@@ -120,7 +121,7 @@ def _stopped_states(session: Session, names: Sequence[str], result: Result) -> l
             remedy=f"see `systemctl status {still[0].name}` and its journal on the host",
             result=result,
         )
-    return unit_states(session, result, names, part="stop")
+    return before
 
 
 def _rows(states: Sequence[UnitState], result: Result) -> list[StoppedUnit]:
@@ -155,7 +156,7 @@ def _members(
     session: Session, names: Sequence[str], states: Sequence[UnitState], result: Result
 ) -> ProcessTable:
     """What is left in the control groups of the stopped units."""
-    table = processes.parse_scan(result, result.section("processes"), session.devices)
+    table = seen_processes(session, result)
     units = [state.name for state in states]
     if units != list(names):
         # Aliases: control groups carry the units' own names.

@@ -48,6 +48,9 @@ class Evidence:
         ended: Whom we signalled, and what became of them.
         restarting: Units of ended holders that are about to run again.
         uninspected: How many processes could not be looked into at the end.
+        blind: Other users' processes cannot be looked into at all.
+        unlisted: Unprotected holders of which nvidia-smi does not tell the GPU, when only some
+            GPUs are wanted.
         other_guests: Where else (`guest 130`, `the node itself`) to the processes that hold the
             devices there, seen from the node.
     """
@@ -62,6 +65,8 @@ class Evidence:
     ended: Sequence[Ended] = ()
     restarting: Sequence[str] = ()
     uninspected: int = 0
+    blind: bool = False
+    unlisted: Sequence[str] = ()
     other_guests: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -113,6 +118,7 @@ def unprovable(e: Evidence) -> Finding | None:
         or _rows_unsound(e)
         or _gpu_faulty(e)
         or _memory_unread(e)
+        or _blind(e)
     )
 
 
@@ -182,6 +188,22 @@ def _gpu_faulty(e: Evidence) -> Finding | None:
         f"the driver reports a fault: {text}",
         "see `dmesg | grep -i xid`; a reset or reboot is a person's decision",
     )
+
+
+def _blind(e: Evidence) -> Finding | None:
+    if e.blind:
+        return Finding(
+            Verdict.UNKNOWN,
+            "the login there is not root, so holders of other users cannot be seen",
+            "log in as root, or set sudo on the SshAccess block",
+        )
+    if e.policy.gpus and not e.after.apps_known:
+        return Finding(
+            Verdict.UNKNOWN,
+            "nvidia-smi could not list processes, so nothing tells who uses which GPU",
+            "reclaim all GPUs of the host, or mend `nvidia-smi --query-compute-apps`",
+        )
+    return None
 
 
 def _memory_unread(e: Evidence) -> Finding | None:
@@ -306,6 +328,13 @@ def _uses_memory(e: Evidence, row: Spared, listed_mib: int | None) -> bool:
 def _held_unseen(e: Evidence) -> Finding | None:
     if not e.in_use:
         return None
+    if e.unlisted:
+        return Finding(
+            Verdict.HELD_UNSEEN,
+            f"{_memory(e.in_use)}; {', '.join(e.unlisted)} hold devices, and nvidia-smi does not "
+            "tell which GPU they use",
+            "reclaim all GPUs of the host; inside a container nvidia-smi often lists no process",
+        )
     blind = f" ({e.uninspected} processes could not be looked into)" if e.uninspected else ""
     return Finding(
         Verdict.HELD_UNSEEN,

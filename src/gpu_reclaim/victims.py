@@ -77,6 +77,10 @@ PROTECTED_UNITS = (
 
 NEVER_STOPPED = (
     *PROTECTED_UNITS,
+    "*.slice",
+    "*.target",
+    "*.mount",
+    "init.scope",
     "ssh.service",
     "ssh.socket",
     "sshd.service",
@@ -183,6 +187,8 @@ def protection(
     belongs = owner(process.cgroups)
     if belongs.kind == "unit" and protected_name(PROTECTED_UNITS, belongs.name):
         return f"protected: it belongs to {belongs}"
+    if belongs.kind == "guest":
+        return f"it belongs to {belongs}, which is another machine"
     name = protected_name(names, program, process.name, process.comm, belongs.name)
     if name:
         return f"protected by name: {name}"

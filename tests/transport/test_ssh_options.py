@@ -25,10 +25,26 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"address": "root:secret-word@node"},
+        {"address": "ssh://root:secret-word@node"},
+        {"private_key_path": "-----BEGIN OPENSSH PRIVATE KEY-----\nsecret-word\n"},
+        {"known_hosts_path": "-----BEGIN OPENSSH PRIVATE KEY----- secret-word"},
+        {"username": "-----BEGIN OPENSSH PRIVATE KEY-----\nsecret-word"},
+    ],
+)
+def test_secret_in_the_wrong_field_is_refused_and_never_repeated(given: dict[str, str]) -> None:
+    with pytest.raises(BadInput) as caught:
+        SshOptions(**{"address": "node", "agent": True, **given})  # type: ignore[arg-type]
+    assert "secret-word" not in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"address": ""}, "address"),
-        ({"address": "root@node"}, "username"),
         ({"address": "no de"}, "address"),
         ({"address": "node\n"}, "address"),
         ({"username": ""}, "username"),

@@ -87,9 +87,10 @@ def test_an_error_survives_pickling(kind: type[GpuReclaimError]) -> None:
     again = pickle.loads(pickle.dumps(error))
 
     assert type(again) is kind
-    assert str(again) == str(error)
     assert again.args == error.args
-    assert vars(again) == vars(error)
+    assert (again.message, again.remedy) == (error.message, error.remedy)
+    # What a host printed stays behind: it may hold command lines with secrets.
+    assert again.result is None
 
 
 def test_the_report_travels_with_its_error() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_reclaim.models import Owner
-from gpu_reclaim.owners import in_unit, owner, stop_command
+from gpu_reclaim.owners import guest_prefix, in_unit, owner, stop_command
 
 ID = "3f4e5a6b7c8d9e0f1a2b3c4d5e6f708192a3b4c5d6e7f8091a2b3c4d5e6f7081"
 SHORT = ID[:12]
@@ -60,7 +60,7 @@ def v1(path: str) -> list[str]:
         ("/user.slice/user-0.slice/session-3.scope", "session", "session-3"),
         ("/user.slice/user-0.slice/session-c1.scope", "session", "session-c1"),
         ("/system.slice/run-r12.scope", "scope", "run-r12.scope"),
-        ("/machine.slice/machine-vm.scope", "scope", "machine-vm.scope"),
+        ("/machine.slice/machine-vm.scope", "guest", "vm"),
         ("/init.scope", "scope", "init.scope"),
         ("/", "none", ""),
         ("/user.slice", "none", ""),
@@ -78,36 +78,48 @@ def test_owner_by_path(path: str, kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "inside"),
+    ("path", "guest"),
     [
-        ("/lxc/129/ns/system.slice/sglang.service", "unit sglang.service"),
-        (f"/lxc/129/ns/system.slice/docker-{ID}.scope", f"container docker {SHORT}"),
-        ("/lxc/129/ns/user.slice/user-0.slice/session-3.scope", "session session-3"),
-        ("/lxc/129/ns", "none"),
-        ("/lxc/129/ns/init.scope", "scope init.scope"),
-        ("/lxc/129", "none"),
+        ("/lxc/129/ns/system.slice/sglang.service", "129"),
+        (f"/lxc/129/ns/system.slice/docker-{ID}.scope", "129"),
+        ("/lxc/129/ns", "129"),
+        ("/lxc/129", "129"),
+        ("/lxc/web/ns/system.slice/x.service", "web"),
+        ("/lxc.payload.web/system.slice/x.service", "web"),
+        ("/lxc.payload/web/system.slice/x.service", "web"),
+        ("/qemu.slice/200.scope", "200"),
+        ("/machine.slice/machine-vm.scope/x", "vm"),
     ],
 )
-def test_on_the_node_a_guests_name_is_the_answer(path: str, inside: str) -> None:
-    assert str(owner([path], on_node=True)) == "guest 129"
-    assert str(owner(v1(path), on_node=True)) == "guest 129"
-    assert str(owner([path])) == inside
+def test_path_of_a_guest_names_the_guest(path: str, guest: str) -> None:
+    assert str(owner([path])) == f"guest {guest}"
+    assert str(owner(v1(path))) == f"guest {guest}"
 
 
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
         ("/lxc.monitor/129", "none"),
-        ("/lxc/abc/ns/system.slice/x.service", "unit x.service"),
-        ("/lxc/1290x/ns", "none"),
         ("/system.slice/lxc/129/x.service", "unit x.service"),
         ("/system.slice/pve-container@129.service", "unit pve-container@129.service"),
-        ("/qemu.slice/200.scope", "scope 200.scope"),
         ("/system.slice/nvidia-persistenced.service", "unit nvidia-persistenced.service"),
     ],
 )
 def test_on_the_node_what_is_no_guest_is_itself(path: str, expected: str) -> None:
-    assert str(owner([path], on_node=True)) == expected
+    assert str(owner([path])) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix"),
+    [
+        ("/lxc/129/ns/.lxc", "/lxc/129/ns"),
+        ("/lxc.payload.web/init.scope", "/lxc.payload.web"),
+        ("/system.slice/ssh.service", ""),
+        ("/", ""),
+    ],
+)
+def test_prefix_of_the_guest_we_are_in(path: str, prefix: str) -> None:
+    assert guest_prefix(["/", path]) == prefix
 
 
 def test_the_path_that_says_most_decides() -> None:
@@ -142,7 +154,6 @@ def test_the_command_that_stops_it(of: Owner, command: str) -> None:
     [
         ("/system.slice/a.service", True),
         ("/system.slice/a.service/sub", True),
-        ("/lxc/129/ns/system.slice/a.service", True),
         ("/system.slice/aa.service", False),
         ("/system.slice/a.service.d", False),
         ("/system.slice/b.service", False),

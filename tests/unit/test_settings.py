@@ -40,13 +40,13 @@ def test_without_any_setting_everything_has_a_default() -> None:
 
 
 def test_environment_then_dotenv_then_toml(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    toml(place, 'host = "toml"\nlog_level = "toml"\nscript_timeout_s = 7')
-    dotenv(place, "GPU_RECLAIM_HOST=dotenv\nGPU_RECLAIM_LOG_LEVEL=dotenv\nOTHER=1\n")
+    toml(place, 'host = "toml"\nlog_level = "DEBUG"\nscript_timeout_s = 7')
+    dotenv(place, "GPU_RECLAIM_HOST=dotenv\nGPU_RECLAIM_LOG_LEVEL=ERROR\nOTHER=1\n")
     monkeypatch.setenv("GPU_RECLAIM_HOST", "environment")
     settings = Settings()
 
     assert settings.host == "environment"
-    assert settings.log_level == "dotenv"
+    assert settings.log_level == "ERROR"
     assert settings.script_timeout_s == 7
     assert Settings(host="given").host == "given"
 

@@ -91,7 +91,7 @@ class GuestAgentTransport:
             CommandFailed: The agent does not run commands.
         """
         framed = frame(script, self._guard)
-        place = self._fit_place()
+        place = self.check()
         started = self._clock()
         pid = self._api.agent_exec(place.node, self._vmid, argv(script), framed.text)
         done = self._wait(place.node, pid, script)
@@ -112,8 +112,13 @@ class GuestAgentTransport:
         """End the connection to the API, if one is open. Never raises."""
         self._api.close()
 
-    def _fit_place(self) -> GuestPlace:
-        """Where the VM is, once it is sure that it is the right one and may be touched."""
+    def check(self) -> GuestPlace:
+        """Where the VM is, once it is sure that it is the right one and may be touched.
+
+        Raises:
+            GuestRefused: It is another one, locked or stopped.
+            TransportError: As `Transport.run`.
+        """
         place = self._api.locate(self._vmid)
         if place.kind != "qemu":
             raise IdentityMismatch(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 from gpu_reclaim.commands import (
     ANY_MACHINE,
+    KILL_AFTER_S,
     REMOTE_SLACK_S,
     Guard,
     Result,
@@ -19,6 +23,39 @@ from gpu_reclaim.commands import (
     unframe,
 )
 from gpu_reclaim.errors import TimedOut, Unreachable
+
+
+@dataclass(frozen=True)
+class Family:
+    """This process and its ancestors, as any look at this machine would see them.
+
+    Attributes:
+        boot_id: Names the machine's present run.
+        namespace: Of the pids, as /proc/self/ns/pid names it.
+        pids: Ourselves, then our ancestors.
+    """
+
+    boot_id: str
+    namespace: str
+    pids: tuple[int, ...]
+
+
+def family() -> Family:
+    """Who we are, so that we are spared also when the host is reached by SSH and is this one."""
+    proc = Path("/proc")
+    try:
+        boot_id = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        namespace = str((proc / "self/ns/pid").readlink())
+    except OSError:  # not on Linux: then the host is another machine
+        return Family("", "", ())
+    pids, pid = [], os.getpid()
+    while pid > 0:
+        pids.append(pid)
+        try:
+            pid = int((proc / f"{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return Family(boot_id, namespace, tuple(pids))
 
 
 class LocalTransport:
@@ -73,6 +110,9 @@ class LocalTransport:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End what is left of the script's process group (a cancelled run must leave nothing)."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_AFTER_S)

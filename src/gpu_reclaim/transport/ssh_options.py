@@ -71,6 +71,17 @@ class SshOptions:
 def _wrong_value(options: SshOptions) -> tuple[str, str] | None:
     """What is wrong with the values alone, and the cure."""
     address, seconds = options.address, options.connect_timeout_s
+    texts = (options.username, options.private_key_path, options.known_hosts_path)
+    if any("PRIVATE KEY" in str(x) or "\n" in str(x) for x in texts if x):
+        return (
+            "the text of a key stands where a name or path belongs",
+            "put the key into private_key, which is kept as a secret",
+        )
+    if "@" in address or "://" in address:
+        return (
+            "the address holds more than a host name or IP address",
+            "give the bare name or IP address; the login goes into username",
+        )
     if not address or "@" in address or any(c.isspace() or not c.isprintable() for c in address):
         return (
             f"the address {address!r} is no host name or IP address",
@@ -182,4 +193,10 @@ def _open_key(options: SshOptions, name: str, text: str) -> paramiko.PKey:
 
 
 def _bad(options: SshOptions, message: str, cure: str) -> BadInput:
-    return BadInput(f"{options.where}: {message}", remedy=cure)
+    # A login or password that somebody put into the address is not repeated.
+    bare = options.address.rpartition("@")[2]
+    where = (
+        f"SSH to {bare or 'nowhere'}:{options.port}" if "@" in options.address else options.where
+    )
+    safe = "SSH" if "PRIVATE KEY" in options.where else where
+    return BadInput(f"{safe}: {message}", remedy=cure)
