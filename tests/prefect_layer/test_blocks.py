@@ -117,7 +117,7 @@ def test_secret_of_a_nested_block_that_was_never_saved_is_masked() -> None:
     ("kind", "values", "words"),
     [
         (SshAccess, {"address": "10.0.0.9"}, "nothing to log in with"),
-        (SshAccess, {"address": "root@10.0.0.9", "agent": True}, "no host name"),
+        (SshAccess, {"address": "root@10.0.0.9", "agent": True}, "more than a host name"),
         (
             SshAccess,
             {"address": "h", "agent": True, "host_key": "ssh-ed25519 nonsense"},
