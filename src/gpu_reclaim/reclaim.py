@@ -113,6 +113,8 @@ class Record:
             unknown = ""
         except GpuReclaimError:
             unknown = "; what became of its units and processes is not known"
+        if not unknown and not self.stopped and not self.ended:
+            return self.report(finding)
         before = finding.summary.replace("; nothing was touched", "")
         done = f"{before}; earlier steps did what is listed{unknown}"
         return self.report(replace(finding, summary=done))

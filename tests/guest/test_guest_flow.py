@@ -79,7 +79,7 @@ def test_flow_twice(lab: Lab) -> None:
 def test_unknown_block() -> None:
     with pytest.raises(UnknownHost, match="'nobody': the GpuHost block cannot be") as caught:
         reclaim_gpus("nobody")
-    assert "see `prefect block ls`" in caught.value.remedy
+    assert ".save(" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("server")
