@@ -9,13 +9,13 @@ from prefect import flow
 from gpu_reclaim.errors import BadInput, GpusNotReclaimed
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.reclaim import (
-    Record,
     accept,
     conclude,
     plan,
     refuse_unprovable,
     verdicts,
 )
+from gpu_reclaim.record import Record
 from gpu_reclaim.steps import check_policy
 from gpu_reclaim.tasks import (
     fuser_release,

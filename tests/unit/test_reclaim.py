@@ -15,7 +15,8 @@ from gpu_reclaim.errors import (
     Unreachable,
 )
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, StoppedUnit, Verdict
-from gpu_reclaim.reclaim import Record, conclude, plan, reclaim
+from gpu_reclaim.reclaim import conclude, plan, reclaim
+from gpu_reclaim.record import Record
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
 from unit.scenery import Host, Scene, Unit, scan_text, scene
