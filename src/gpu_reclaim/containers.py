@@ -19,7 +19,7 @@ from gpu_reclaim.errors import (
     IdentityMismatch,
 )
 
-EXEC_CODE, ABSENT, STOPPED, LOCKED, RENAMED = 0, 90, 91, 92, 93
+ABSENT, STOPPED, LOCKED, RENAMED = 90, 91, 92, 93
 
 
 def pct_exec(vmid: int, hostname: str, framed: Framed) -> str:
@@ -33,7 +33,7 @@ def pct_exec(vmid: int, hostname: str, framed: Framed) -> str:
     end = f"{framed.mark}-EOF"
     return "\n".join(
         [
-            _checks(vmid, hostname),
+            pct_status(vmid, hostname),
             # An empty environment: which of it pct passes on depends on its version.
             f'env -i PATH="$PATH" LC_ALL=C pct exec {vmid} -- {shlex.join(argv(framed.script))}'
             f" <<'{end}'",
@@ -44,10 +44,6 @@ def pct_exec(vmid: int, hostname: str, framed: Framed) -> str:
 
 def pct_status(vmid: int, hostname: str) -> str:
     """Shell text for the node: only check the container."""
-    return _checks(vmid, hostname)
-
-
-def _checks(vmid: int, hostname: str) -> str:
     return "\n".join(
         [
             f'out=$(pct status {vmid} --verbose 2>&1) || {{ echo "pct $out"; exit {ABSENT}; }}',

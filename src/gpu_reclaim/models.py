@@ -111,6 +111,15 @@ class ReclaimPolicy(BaseModel):
         "starting GPU work afterwards.",
     )
 
+    @property
+    def limit_mib(self) -> int:
+        """Memory per GPU that may remain in use."""
+        return 0 if self.strict_zero else self.residue_mib
+
+    def wanted(self, gpus: list[Gpu]) -> list[Gpu]:
+        """Those of the GPUs that are wanted."""
+        return [gpu for gpu in gpus if not self.gpus or gpu.index in self.gpus]
+
     @field_validator("match")
     @classmethod
     def _regexes(cls, patterns: list[str]) -> list[str]:

@@ -96,7 +96,7 @@ def _judge(
     session: Session, policy: ReclaimPolicy, survey: Survey, seconds: float
 ) -> tuple[str, Sample]:
     """One of free, failing, held, busy; and the sample."""
-    wanted = [x for x in survey.reading.gpus if not policy.gpus or x.index in policy.gpus]
+    wanted = policy.wanted(survey.reading.gpus)
     holders = holding(session, policy, survey)
     problem = survey.reading.problem or "; ".join(x.note for x in wanted if is_fault(x))
     sample = Sample(
@@ -105,13 +105,12 @@ def _judge(
         holders=[describe(process) for process in holders],
         problem=problem,
     )
-    limit = 0 if policy.strict_zero else policy.residue_mib
     used = [gpu.memory_used_mib for gpu in wanted]
     if problem or None in used or not used:
         return "failing", sample
     if holders:
         return ("busy" if all(x.state == "D" for x in holders) else "held"), sample
-    return ("free" if max(x or 0 for x in used) <= limit else "busy"), sample
+    return ("free" if max(x or 0 for x in used) <= policy.limit_mib else "busy"), sample
 
 
 def holding(session: Session, policy: ReclaimPolicy, survey: Survey) -> list[Process]:

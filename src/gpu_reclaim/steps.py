@@ -194,10 +194,10 @@ def end(
         timeout_s=signals.time_limit_s(policy.term_grace_s),
         writes=True,
     )
-    belongs = [owner(victim.cgroups) for victim in victims]
-    session.owners |= {x.name for x in belongs if x.kind == "unit"} - set(session.units)
+    belongs = {victim.pid: owner(victim.cgroups) for victim in victims}
+    session.owners |= {x.name for x in belongs.values() if x.kind == "unit"} - set(session.units)
     result = (run or session.links.run)(script)
-    owners = {victim.pid: str(owner(victim.cgroups)) for victim in victims}
+    owners = {pid: str(of) for pid, of in belongs.items()}
     return signals.parse_end(result, result.section("end"), victims, owners, result.where)
 
 

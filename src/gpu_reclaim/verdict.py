@@ -72,18 +72,12 @@ class Evidence:
     @property
     def wanted(self) -> list[Gpu]:
         """The wanted GPUs, as read at the end."""
-        chosen = self.policy.gpus
-        return [gpu for gpu in self.after.gpus if not chosen or gpu.index in chosen]
+        return self.policy.wanted(self.after.gpus)
 
     @property
     def in_use(self) -> list[Gpu]:
         """Wanted GPUs with more memory in use than may remain."""
-        return [gpu for gpu in self.wanted if (gpu.memory_used_mib or 0) > self.limit_mib]
-
-    @property
-    def limit_mib(self) -> int:
-        """Memory per GPU that may remain in use."""
-        return 0 if self.policy.strict_zero else self.policy.residue_mib
+        return [gpu for gpu in self.wanted if (gpu.memory_used_mib or 0) > self.policy.limit_mib]
 
 
 @dataclass(frozen=True)
@@ -322,7 +316,7 @@ def _uses_memory(e: Evidence, row: Spared, listed_mib: int | None) -> bool:
     """nvidia-smi lists it with memory; where it says nothing, its name decides."""
     if listed_mib is None:
         return row.name not in ZERO_MEMORY
-    return listed_mib > e.limit_mib
+    return listed_mib > e.policy.limit_mib
 
 
 def _held_unseen(e: Evidence) -> Finding | None:

@@ -143,7 +143,7 @@ def wanted(
     process: Process, wanted_pids: Collection[int], policy: ReclaimPolicy, units: Sequence[str]
 ) -> bool:
     """It holds a wanted GPU, is left of a stopped unit, or is named by the policy."""
-    if process.devices and process.pid in wanted_pids:
+    if process.pid in wanted_pids:
         return True
     return matches(process, policy) or any(in_unit(process.cgroups, unit) for unit in units)
 

@@ -82,7 +82,7 @@ def _wrong_value(options: SshOptions) -> tuple[str, str] | None:
             "the address holds more than a host name or IP address",
             "give the bare name or IP address; the login goes into username",
         )
-    if not address or "@" in address or any(c.isspace() or not c.isprintable() for c in address):
+    if not address or any(c.isspace() or not c.isprintable() for c in address):
         return (
             f"the address {address!r} is no host name or IP address",
             "give the bare name or IP address; the login goes into username",
