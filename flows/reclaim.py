@@ -6,13 +6,14 @@ import logging
 
 from prefect import flow
 
+from gpu_reclaim import causes
 from gpu_reclaim.errors import BadInput, GpusNotReclaimed
-from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
+from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
 from gpu_reclaim.reclaim import (
     accept,
     conclude,
     plan,
-    refuse_unprovable,
+    refuse_hopeless,
     verdicts,
 )
 from gpu_reclaim.record import Record
@@ -27,13 +28,8 @@ from gpu_reclaim.tasks import (
 )
 from gpu_reclaim.tasks.artifacts import show_report
 from gpu_reclaim.tasks.host import DEFAULT_HOST, DEFAULT_POLICY, open_host
-from gpu_reclaim.verdict import Finding
 
-CUT_SHORT = Finding(
-    Verdict.UNKNOWN,
-    "the run was cut short; what is listed was done before",
-    "look at the host, start what was stopped, and run it again",
-)
+CUT_SHORT = causes.CUT_SHORT.finding("the run was cut short; what is listed was done before")
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +72,7 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
 def _reclaim(host: str, policy: ReclaimPolicy, record: Record) -> ReclaimReport:
     before = survey(host, policy)
     record.surveyed(before)
-    refuse_unprovable(record)
+    refuse_hopeless(record)
     if policy.mode == "plan":
         return plan(record)
     record.did(stop_systemd(host, policy, before.units))

@@ -7,7 +7,7 @@ from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-from gpu_reclaim import settling, steps
+from gpu_reclaim import settling, steps, verifying
 from gpu_reclaim.models import ReclaimPolicy, Sample, Settled, Survey
 from gpu_reclaim.tasks import artifacts
 from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
@@ -119,7 +119,7 @@ def verify_nvidia_smi(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Surv
         TransportError: It could not be reached.
     """
     with open_host(host, policy.via) as session:
-        found = settling.verify(session, policy)
+        found = verifying.verify(session, policy)
     count_attempts(found.step)
     log.info("%s: %s", host, found.reading.problem or _used(found))
     rows = artifacts.gpu_rows([], found.reading.gpus)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gpu_reclaim import steps, stopping
+from gpu_reclaim import releasing, stopping
 from gpu_reclaim.models import Outcome, ReclaimPolicy, UnitState
 from gpu_reclaim.tasks import artifacts
 from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
@@ -52,7 +52,7 @@ def proxmox_exec_kill(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Outc
         TransportError: It could not be reached.
     """
     with open_host(host, policy.via) as session:
-        return _finish(host, steps.proxmox_exec_kill(session, policy))
+        return _finish(host, releasing.proxmox_exec_kill(session, policy))
 
 
 @ops_task("fuser_release")
@@ -67,7 +67,7 @@ def fuser_release(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Outcome:
         TransportError: It could not be reached.
     """
     with open_host(host, policy.via) as session:
-        return _finish(host, steps.fuser_release(session, policy))
+        return _finish(host, releasing.fuser_release(session, policy))
 
 
 def _finish(host: str, outcome: Outcome) -> Outcome:

@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpu_reclaim import causes
 from gpu_reclaim.errors import BadAnswer, IdentityMismatch, Incomplete, OutcomeUnknown, TimedOut
 
 KILL_AFTER_S = 5
@@ -239,8 +240,7 @@ def _mismatch(guard: Guard, what: str, found: str, raw: Result) -> IdentityMisma
     wanted = guard.hostname if what == "hostname" else guard.machine_id
     return IdentityMismatch(
         f"{raw.where}: its {what} is {found!r}, expected {wanted!r}; nothing was touched",
-        remedy=f"check the address and vmid; if this is the right machine, put its {what} "
-        "into the ProxmoxGuest block",
+        remedy=causes.OTHER_MACHINE.advice(what=what),
     )
 
 

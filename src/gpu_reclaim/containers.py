@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 
+from gpu_reclaim import causes
 from gpu_reclaim.commands import Framed, Section, argv
 from gpu_reclaim.errors import (
     CommandFailed,
@@ -19,7 +20,7 @@ from gpu_reclaim.errors import (
     IdentityMismatch,
 )
 
-ABSENT, STOPPED, LOCKED, RENAMED = 90, 91, 92, 93
+ABSENT, STOPPED, LOCKED, RENAMED, FROZEN = 90, 91, 92, 93, 95
 
 
 def pct_exec(vmid: int, hostname: str, framed: Framed) -> str:
@@ -56,6 +57,24 @@ def pct_status(vmid: int, hostname: str) -> str:
             'case "$nl$out$nl" in *"${nl}name: $want$nl"* | *"${nl}name: $want."* '
             '| *"${nl}name: ${want%%.*}$nl"*) ;; '
             f'*) [ -z "$want" ] || exit {RENAMED};; esac',
+            _frozen(vmid),
+        ]
+    )
+
+
+def _frozen(vmid: int) -> str:
+    """Shell text that refuses a frozen container: whoever enters it hangs, deaf to every signal.
+
+    Proxmox calls it running. The files are those of control groups of version 2 and 1 (lxc/VMID is
+    Proxmox's name); the kernel makes only one kind.
+    """
+    v2, v1 = f"/sys/fs/cgroup/lxc/{vmid}", f"/sys/fs/cgroup/freezer/lxc/{vmid}"
+    return "\n".join(
+        [
+            f"for file in {v2}/cgroup.freeze {v2}/cgroup.events {v1}/freezer.state; do",
+            f'  [ ! -r "$file" ] || ! grep -q -x -E "1|frozen 1|FREEZING|FROZEN" "$file" '
+            f"|| exit {FROZEN}",
+            "done",
         ]
     )
 
@@ -69,29 +88,39 @@ def refusal(where: str, vmid: int, hostname: str, section: Section) -> GpuReclai
         if "does not exist" in text:
             return IdentityMismatch(
                 f"{where}: there is no container {vmid} on this node ({text}); nothing was touched",
-                remedy="check the vmid; after a migration, give the node it runs on now",
+                remedy=causes.NOT_ON_NODE.advice(),
             )
         return CommandFailed(
             f"{where}: pct failed: {text}; nothing was touched",
             remedy="check that this is a Proxmox node and that the login is root there",
         )
+    if section.code == STOPPED and values.get("template") == "1":
+        return IdentityMismatch(
+            f"{where}: container {vmid} is a template, which never runs; nothing was touched",
+            remedy="check the vmid: give that of a container made from it",
+        )
     if section.code == STOPPED:
         return GuestStopped(
             f"{where}: container {vmid} is {values.get('status', 'not running')}; "
             "nothing was touched",
-            remedy=f"start it (`pct start {vmid}`) if it should run",
+            remedy=causes.STOPPED.advice(vmid=vmid),
         )
     if section.code == LOCKED:
         lock = values.get("lock", "unknown")
         return GuestLocked(
             f"{where}: container {vmid} is locked ({lock}); nothing was touched",
-            remedy=f"wait until the {lock} is over; see `pct status {vmid} --verbose`",
+            remedy=causes.LOCKED.advice(lock=lock, vmid=vmid),
+        )
+    if section.code == FROZEN:
+        return GuestStopped(
+            f"{where}: container {vmid} is frozen; nothing was touched",
+            remedy=f"let it go on (`pct resume {vmid}`), or wait for the backup that froze it",
         )
     if section.code == RENAMED:
         return IdentityMismatch(
             f"{where}: container {vmid} is called {values.get('name', '')!r}, expected "
             f"{hostname!r}; nothing was touched",
-            remedy="check the vmid and the hostname in the ProxmoxGuest block",
+            remedy=causes.OTHER_NAME.advice(),
         )
     return None
 

@@ -18,6 +18,7 @@
     │   └── GuestStopped
     ├── BadAnswer                  a tool answers what we do not understand: unknown, not zero
     ├── CommandFailed              a tool said no
+    │   └── CameBack               what was stopped runs again
     └── GpusNotReclaimed           the verdict is not a good one; carries the report
 
 Each says what happened, on which host, and what to do; `result` is what caused it, if one did.
@@ -140,6 +141,10 @@ class BadAnswer(GpuReclaimError):
 
 class CommandFailed(GpuReclaimError):
     """A tool said no."""
+
+
+class CameBack(CommandFailed):
+    """A unit was stopped, and runs again."""
 
 
 class GpusNotReclaimed(GpuReclaimError):

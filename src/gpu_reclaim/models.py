@@ -53,7 +53,8 @@ class ReclaimPolicy(BaseModel):
         default=[],
         title="Match",
         description="Regular expressions for processes to end although they hold no GPU, matched "
-        "against executable, title and command line. Protected processes are never ended.",
+        "against executable, title and command line. Protected processes are never ended; a "
+        "protected unit named in full (nvidia-dcgm.service) is stopped through systemd.",
     )
     protect: list[str] = Field(
         default=[],
@@ -115,6 +116,12 @@ class ReclaimPolicy(BaseModel):
     def limit_mib(self) -> int:
         """Memory per GPU that may remain in use."""
         return 0 if self.strict_zero else self.residue_mib
+
+    @property
+    def named_units(self) -> list[str]:
+        """Services that `match` names in full, with or without the point escaped."""
+        names = [text.replace("\\.", ".") for text in self.match]
+        return [name for name in names if re.fullmatch(r"[A-Za-z0-9:_.@-]+\.service", name)]
 
     def wanted(self, gpus: list[Gpu]) -> list[Gpu]:
         """Those of the GPUs that are wanted."""
@@ -231,14 +238,24 @@ class ProcessTable(BaseModel):
 
 
 class UnitState(BaseModel):
-    """A systemd unit, from `systemctl show`."""
+    """A systemd unit, from `systemctl show`.
+
+    Attributes:
+        invocation: Names its present or last run; another one means that it was started anew.
+        triggered_by: Sockets, timers and paths that start it.
+        required_by: Units that systemd stops along with it.
+        wanted_by: Units whose start, or whose running, starts it.
+    """
 
     name: str
     names: list[str] = []
     load_state: str
     active_state: str
     sub_state: str = ""
+    invocation: str = ""
     triggered_by: list[str] = []
+    required_by: list[str] = []
+    wanted_by: list[str] = []
     control_group: str = ""
     can_stop: bool = True
 
@@ -251,7 +268,9 @@ class UnitState(BaseModel):
 class Owner(BaseModel):
     """What a process belongs to."""
 
-    kind: Literal["unit", "user unit", "guest", "container", "scope", "session", "none"]
+    kind: Literal[
+        "unit", "user unit", "guest", "container", "Slurm step", "scope", "session", "none"
+    ]
     name: str = ""
 
     def __str__(self) -> str:
@@ -275,6 +294,15 @@ class Survey(BaseModel):
         other_guests: Where else holders are (`guest 130`, `the node itself`) to who they are;
             filled only when the node was asked.
         restarting: Units that are about to run again, though a process of theirs was ended.
+        running_again: The host's units that run though they were to be stopped, each with the
+            live units that may have started it.
+        dependents: Units that systemd stops along with the host's.
+        starters: Pid of a holder to who started it; filled only in the last look.
+        undead: Dead and uninterruptible processes; filled only when memory is in use and nobody
+            is seen to hold it.
+        inside: Holders in this very guest that only the node sees.
+        driver: Driver version; asked only when memory is in use and nobody is seen to hold it.
+        mig: A GPU is in MIG mode; asked only then.
     """
 
     host: str
@@ -286,6 +314,13 @@ class Survey(BaseModel):
     table: ProcessTable = ProcessTable()
     other_guests: dict[str, list[str]] = {}
     restarting: list[str] = []
+    running_again: dict[str, list[str]] = {}
+    dependents: list[UnitState] = []
+    starters: dict[int, str] = {}
+    undead: list[Process] = []
+    inside: list[str] = []
+    driver: str = ""
+    mig: bool = False
 
 
 class Ended(BaseModel):
@@ -310,13 +345,24 @@ class Ended(BaseModel):
 
 
 class Spared(BaseModel):
-    """A process that was looked at and left alone, and why."""
+    """A process that was looked at and left alone, and why.
+
+    Attributes:
+        command: With what a person stops it or what owns it; empty where that is not known.
+        idle: It is of a kind known to hold devices without memory of its own.
+        by_command: It is asked to end by its own command, once its clients are gone (MPS).
+        straddles: It uses wanted GPUs and others too.
+    """
 
     pid: int
     name: str
     owner: str
     reason: str
     devices: list[str] = []
+    command: str = ""
+    idle: bool = False
+    by_command: bool = False
+    straddles: bool = False
 
 
 class StoppedUnit(BaseModel):
@@ -324,11 +370,13 @@ class StoppedUnit(BaseModel):
 
     Attributes:
         active: It ran; False where only its triggers were live.
+        because: Why systemd stopped it along with another; empty for a unit that was named.
     """
 
     unit: str
     active: bool = True
     triggered_by: list[str] = []
+    because: str = ""
 
 
 class Outcome(BaseModel):
@@ -384,7 +432,9 @@ class ReclaimReport(BaseModel):
             after = f", now {late.get(gpu.uuid)} MiB" if late else ""
             lines.append(f"  GPU {gpu.index}: {gpu.memory_used_mib} MiB in use{after}")
         verb = "would stop" if planned else "stopped"
-        lines += [f"  {verb} {' '.join([x.unit, *x.triggered_by])}" for x in self.stopped]
+        for unit in self.stopped:
+            because = f", because {unit.because}" if unit.because else ""
+            lines.append(f"  {verb} {' '.join([unit.unit, *unit.triggered_by])}{because}")
         for row in self.ended:
             what = "would end" if planned else f"{row.outcome} {row.signal}".strip()
             lines.append(f"  {what}: {_line(row)}")

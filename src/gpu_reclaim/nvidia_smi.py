@@ -52,6 +52,11 @@ def query_gpus(limit_s: float = TIME_LIMIT_S) -> str:
     return _query("gpu", f"--query-gpu={','.join(GPU_FIELDS)}", limit_s)
 
 
+def query(fields: str, limit_s: float = TIME_LIMIT_S) -> str:
+    """Shell text that prints other fields, one `gpu` line a row, and the exit status."""
+    return _query("gpu", f"--query-gpu={fields}", limit_s)
+
+
 def query_apps(limit_s: float = TIME_LIMIT_S) -> str:
     """Shell text that prints one `app` line a compute process, and the exit status."""
     return _query("app", f"--query-compute-apps={','.join(APP_FIELDS)}", limit_s)

@@ -14,14 +14,30 @@ _GUEST = re.compile(
 """Proxmox names the control group of a guest lxc/VMID/ns or qemu.slice/VMID.scope, LXC and Incus
 lxc.payload.NAME, systemd-machined machine.slice/machine-NAME.scope."""
 
-_ENGINE = re.compile(r"/(?:(docker|libpod|cri-containerd|crio)[-/])([0-9a-f]{12,64})(?:\.scope)?")
+_ENGINE = re.compile(
+    r"/(?:(docker|libpod|cri-containerd|crio|nerdctl)[-/])([0-9a-f]{12,64})(?:\.scope)?(?:/|$)"
+)
+_OTHER_ENGINE = re.compile(r"/([^/]+)/([0-9a-f]{64})(?:\.scope)?(?:/|$)")
+"""An engine told to use a group of its own (docker's --cgroup-parent) still names the container by
+its whole identifier."""
+
+_SLURM = re.compile(r"/[^/]*slurm[^/]*/(?:uid_\d+/)?job_(\d+)(?:/step_(\w+))?")
+"""Slurm's slurmstepd.scope/job_N/step_M of version 2, slurm/uid_U/job_N/step_M of version 1
+(its cgroup documentation)."""
+
 _POD = re.compile(r"/kubepods[^/]*")
 _USER_UNIT = re.compile(r"/user@(\d+)\.service/(?:.*/)?([^/]+\.(?:service|scope))")
 _SESSION = re.compile(r"/(session-[^/]+)\.scope")
 _UNIT = re.compile(r"/([^/]+\.service)(?:/|$)")
 _SCOPE = re.compile(r"/([^/]+\.scope)(?:/|$)")
 
-_STOP = {"docker": "docker stop", "libpod": "podman stop", "cri-containerd": "crictl stop"}
+_STOP = {
+    "docker": "docker stop",
+    "libpod": "podman stop",
+    "nerdctl": "nerdctl stop",
+    "cri-containerd": "crictl stop",
+    "crio": "crictl stop",
+}
 
 
 def owner(cgroups: Iterable[str]) -> Owner:
@@ -41,10 +57,16 @@ def owner(cgroups: Iterable[str]) -> Owner:
 
 
 def _inside(path: str) -> Owner | None:
-    engine = _ENGINE.search(path)
+    pod = _POD.search(path)
+    engine = _ENGINE.search(path) or (None if pod else _OTHER_ENGINE.search(path))
     if engine:
-        return Owner(kind="container", name=f"{engine[1]} {engine[2][:12]}")
-    if _POD.search(path):
+        rootless = re.search(r"/user@(\d+)\.service/", path)
+        of = f" of uid {rootless[1]}" if rootless else ""
+        return Owner(kind="container", name=f"{engine[1]} {engine[2][:12]}{of}")
+    slurm = _SLURM.search(path)
+    if slurm:
+        return Owner(kind="Slurm step", name=f"{slurm[1]}.{slurm[2]}" if slurm[2] else slurm[1])
+    if pod:
         return Owner(kind="container", name=path.rpartition("/")[2][:64])
     user = _USER_UNIT.search(path)
     if user:
@@ -57,25 +79,35 @@ def _inside(path: str) -> Owner | None:
 
 
 def guest_prefix(cgroups: Iterable[str]) -> str:
-    """The part of our own paths that names the guest we are in; empty outside of one.
+    """The part of our own paths that names the guest or container we are in; empty outside of one.
 
-    Without a control group namespace a guest's processes see it in front of all their paths.
+    Without a control group namespace its processes see it in front of all their paths, and to
+    those inside it is no other owner.
     """
-    found = (_GUEST.match(path) for path in cgroups)
-    return next((match[0] for match in found if match), "")
+    for path in cgroups:
+        found = _GUEST.match(path) or _ENGINE.search(path) or _OTHER_ENGINE.search(path)
+        if found:
+            return path[: found.end()].rstrip("/")
+    return ""
 
 
 def stop_command(of: Owner) -> str:
     """The command with which a person stops what owns a process; empty when there is none."""
-    if of.kind == "unit":
-        return f"systemctl stop {of.name}"
-    if of.kind == "user unit":
-        unit, _, uid = of.name.partition(" of uid ")
-        return f"systemctl --user --machine={uid}@ stop {unit}"
-    engine, _, identifier = of.name.partition(" ")
-    if of.kind == "container" and engine in _STOP:
-        return f"{_STOP[engine]} {identifier}"
-    return ""
+    name, _, uid = of.name.partition(" of uid ")
+    match of.kind:
+        case "unit" | "scope":
+            return f"systemctl stop {name}"
+        case "user unit":
+            return f"systemctl --user --machine={uid}@ stop {name}"
+        case "session":
+            return f"loginctl terminate-session {name.removeprefix('session-')}"
+        case "Slurm step":
+            return f"scancel {name.partition('.')[0]}"
+    engine, _, identifier = name.partition(" ")
+    if of.kind != "container" or engine not in _STOP:
+        return ""
+    command = f"{_STOP[engine]} {identifier}"
+    return f"sudo -u '#{uid}' XDG_RUNTIME_DIR=/run/user/{uid} {command}" if uid else command
 
 
 def in_unit(cgroups: Iterable[str], unit: str) -> bool:

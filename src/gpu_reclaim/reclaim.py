@@ -29,8 +29,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from gpu_reclaim import settling, steps, stopping, verdict
+from gpu_reclaim import causes, releasing, settling, steps, stopping, verdict, verifying
+from gpu_reclaim.again import stopped_along
 from gpu_reclaim.errors import BadInput, GpuReclaimError, GpusNotReclaimed
+from gpu_reclaim.evidence import Evidence
 from gpu_reclaim.models import (
     GOOD_VERDICTS,
     Process,
@@ -38,45 +40,47 @@ from gpu_reclaim.models import (
     ReclaimReport,
     StoppedUnit,
     Survey,
-    Verdict,
 )
 from gpu_reclaim.record import Record, ended_row
 from gpu_reclaim.session import Session
-from gpu_reclaim.verdict import Evidence, Finding
-from gpu_reclaim.victims import choose
+from gpu_reclaim.systemd import dependents
+from gpu_reclaim.victims import Choice, choose
 
 log = logging.getLogger(__name__)
 
 
-def refuse_unprovable(record: Record) -> None:
-    """Refuse before anything is touched when the GPUs cannot be read: nothing could be proven.
+def refuse_hopeless(record: Record) -> None:
+    """Refuse before anything is touched when the GPUs could not be freed, or not be proven free.
 
     Raises:
         GpusNotReclaimed: With the verdict that the end would have had.
     """
-    before = record.before
-    if before is None:
-        raise BadInput("nothing was surveyed yet", remedy="survey first")
-    expected = record.session.expected_gpus
-    evidence = Evidence(
-        record.policy,
-        before.reading,
-        before.reading,
-        expected_gpus=expected,
-        blind=record.blind(before),
-    )
-    finding = verdict.unprovable(evidence)
+    before = _surveyed(record)
+    finding = verdict.hopeless(_evidence(record, before, _stays(record, before)))
     if finding is not None:
         summary = f"{finding.summary}; nothing was touched"
         raise GpusNotReclaimed(record.report(replace(finding, summary=summary)))
     record.acting = record.policy.mode == "reclaim"
 
 
+def _surveyed(record: Record) -> Survey:
+    if record.before is None:
+        raise BadInput("nothing was surveyed yet", remedy="survey first")
+    return record.before
+
+
+def _stays(record: Record, before: Survey) -> Choice:
+    """Whom a reclaim would leave: what goes with a unit that is stopped is not among them."""
+    units = [x.name for x in stopping.units_to_stop(record.session, record.policy, before)]
+    choice = record.choice(before, units)
+    stopped = {f"unit {unit}" for unit in units}
+    choice.spared[:] = [row for row in choice.spared if row.owner not in stopped]
+    return choice
+
+
 def plan(record: Record) -> ReclaimReport:
     """The report of a plan: who would be ended (outcome `planned`), which units stopped."""
-    before = record.before
-    if before is None:
-        raise BadInput("nothing was surveyed yet", remedy="survey first")
+    before = _surveyed(record)
     units = stopping.units_to_stop(record.session, record.policy, before)
     victims = record.choice(before, [state.name for state in units]).victims
     active = [state for state in units if state.active]
@@ -84,8 +88,12 @@ def plan(record: Record) -> ReclaimReport:
     summary = _plan_summary(victims, names)
     if not victims and not names and Evidence(record.policy, before.reading, before.reading).in_use:
         summary += "; memory is in use and nobody is seen to hold it, so it would not become free"
-    report = record.report(Finding(Verdict.PLANNED, summary))
+    report = record.report(causes.PLANNED.finding(summary))
+    along = dependents([*before.units, *before.dependents], names)
     report.stopped = [StoppedUnit(unit=x.name, triggered_by=x.triggered_by) for x in active]
+    report.stopped += [
+        stopped_along(x, along[x.name]) for x in before.dependents if x.active and x.name in along
+    ]
     report.ended = [ended_row(x, "", before.step.via, "planned") for x in victims]
     return report
 
@@ -103,24 +111,51 @@ def conclude(record: Record) -> ReclaimReport:
     """
     if record.before is None or record.after is None:
         raise BadInput("there was no final look", remedy="verify first")
-    after = record.after
-    choice = record.choice(after)
-    evidence = Evidence(
+    choice = record.choice(record.after)
+    return record.report(verdict.decide(_evidence(record, record.after, choice)))
+
+
+def _evidence(record: Record, survey: Survey, choice: Choice) -> Evidence:
+    """All that is known, with one look as the present state."""
+    before = _surveyed(record)
+    listed = {app.pid for app in survey.reading.apps}
+    held = {(process.pid, process.start_time) for process in before.table.holders}
+    undead = [x for x in survey.undead if x.pid in listed or (x.pid, x.start_time) in held]
+    return Evidence(
         policy=record.policy,
-        before=record.before.reading,
-        after=after.reading,
+        before=before.reading,
+        after=survey.reading,
         settled=record.settled,
         expected_gpus=record.session.expected_gpus,
         holders=[process for process in choice.victims if process.devices],
+        starters=survey.starters,
         spared=choice.spared,
         ended=record.ended,
-        restarting=after.restarting,
-        blind=record.blind(after),
-        unlisted=[] if not record.policy.gpus else unlisted(record, after),
-        uninspected=len(after.table.uninspected),
-        other_guests=after.other_guests,
+        undead=undead,
+        running_again=survey.running_again,
+        restarting=survey.restarting,
+        blind=record.blind(survey),
+        unlisted=[] if not record.policy.gpus else unlisted(record, survey),
+        strangers=strangers(survey),
+        uninspected=len(survey.table.uninspected),
+        other_guests=survey.other_guests,
+        inside=survey.inside,
+        driver=survey.driver,
+        mig=survey.mig,
     )
-    return record.report(verdict.decide(evidence))
+
+
+def strangers(survey: Survey) -> list[str]:
+    """Pids that nvidia-smi lists and that hold nothing here, each with what is known of it."""
+    here = {process.pid: process for process in survey.table.processes}
+    found = {}
+    for app in survey.reading.apps:
+        process = here.get(app.pid)
+        if process is None:
+            found[app.pid] = f"pid {app.pid}, which is not here (dead, or of another PID namespace)"
+        elif not process.devices and process.state not in ("Z", "D"):
+            found[app.pid] = f"pid {app.pid}, which is {process.name} here and holds no GPU"
+    return list(found.values())
 
 
 def unlisted(record: Record, survey: Survey) -> list[str]:
@@ -174,15 +209,15 @@ def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
     try:
         with verdicts(record):
             record.surveyed(steps.survey(session, policy))
-            refuse_unprovable(record)
+            refuse_hopeless(record)
             if policy.mode == "plan":
                 return accept(plan(record))
             units = record.before.units if record.before else []
             record.did(stopping.stop_systemd(session, policy, units))
-            record.did(steps.proxmox_exec_kill(session, policy))
-            record.did(steps.fuser_release(session, policy))
+            record.did(releasing.proxmox_exec_kill(session, policy))
+            record.did(releasing.fuser_release(session, policy))
             record.did(settling.settle(session, policy))
-            record.verified(settling.verify(session, policy))
+            record.verified(verifying.verify(session, policy))
             return accept(conclude(record))
     finally:
         session.links.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from gpu_reclaim.again import stopped_along
+from gpu_reclaim.causes import Finding
 from gpu_reclaim.errors import GpuReclaimError
 from gpu_reclaim.models import (
     Ended,
@@ -20,7 +22,7 @@ from gpu_reclaim.models import (
 )
 from gpu_reclaim.owners import in_unit, owner
 from gpu_reclaim.session import Session, look
-from gpu_reclaim.verdict import Finding
+from gpu_reclaim.systemd import dependents
 from gpu_reclaim.victims import Choice, choose
 
 
@@ -69,7 +71,19 @@ class Record:
         for state in self.before.units if self.before and self.acting else []:
             if state.active and state.name in down and state.name not in known:
                 rows.append(StoppedUnit(unit=state.name, triggered_by=state.triggered_by))
-        return rows
+        return rows + self._stopped_along({row.unit for row in rows})
+
+    def _stopped_along(self, stopped: set[str]) -> list[StoppedUnit]:
+        """Dependents that ran before and do no more, though no answer of ours tells of it."""
+        if self.before is None or self.after is None:
+            return []
+        running = {state.name for state in self.after.dependents if state.active}
+        because = dependents([*self.before.units, *self.before.dependents], sorted(stopped))
+        return [
+            stopped_along(state, because[state.name])
+            for state in self.before.dependents
+            if state.active and state.name in because and state.name not in stopped | running
+        ]
 
     def blind(self, survey: Survey) -> bool:
         """Other users' holders cannot be seen; on a test machine all processes are one user's."""

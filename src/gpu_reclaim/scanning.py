@@ -40,7 +40,8 @@ class DeviceSet:
 NVIDIA = DeviceSet()
 
 # Every process has these open; a GPU device is none of them.
-_COMMON = r"-> '?/dev/(null|zero|full|u?random|ptmx|pts/[0-9]+|tty[0-9]*|console)'?$"
+_FD = r"^'?[0-9/task]+/fd/[0-9]+'? -> '?"
+_COMMON = _FD + r"/dev/(null|zero|full|u?random|ptmx|pts/[0-9]+|tty[0-9]*|console)'?$"
 _COMMON_MAPS = r" /dev/(zero|shm/)"
 
 LONG_LIST = 60_000
@@ -80,8 +81,9 @@ for status in $(grep -l '^State:.Z' [0-9]*/status); do
     fd_dirs="$fd_dirs $thread/fd"; map_files="$map_files $thread/maps"
   done
 done
-links=$(find [0-9]*/fd $fd_dirs -type l -exec stat -c '%N' {} + |
-  sed -n -E -e "\,@COMMON@,d" -e "\,-> '?/dev/|nvidia@PREFIXES@,s/^/link /p")
+fds=$(find [0-9]*/fd $fd_dirs -type l -exec stat -c '%N' {} + | sed -E "\,@COMMON@,d")
+links=$(printf '%s\n' "$fds" | sed -n -E "\,-> '?/dev/|nvidia@PREFIXES@,s/^/link /p")
+@WIDE@
 maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps $map_files |
   sed -n -E -e '\,@COMMON_MAPS@,d' \
     -e 's,^([0-9/task]+)/maps:0*([0-9a-f]+-)0*([0-9a-f]+) [^/]*(/.*)$,map \1 \4 \2\3,p')
@@ -104,13 +106,33 @@ exit 0
 """
 
 
-def scan(devices: DeviceSet = NVIDIA, *, units: Iterable[str] = (), everybody: bool = False) -> str:
+WIDE_LIMIT_S = 10
+"""Limit for following descriptors anywhere: one may lead into a dead network file system."""
+
+WIDE = r"""
+odd=$(printf '%s\n' "$fds" | sed -n -E -e "\,@FD@(/dev/|[^/']),d" \
+  -e "s,^'?([0-9/task]+/fd/[0-9]+)'? -> .*,\1,p")
+odd=$(on "$odd" timeout -s KILL @LIMIT@ stat -L -c '%F|%n' |
+  sed -n -E 's,^character special file\|([0-9/task]+/fd/[0-9]+)$,\1,p')
+[ -z "$odd" ] || links="$links
+$(on "$odd" stat -c 'link %N')"
+"""
+
+
+def scan(
+    devices: DeviceSet = NVIDIA,
+    *,
+    units: Iterable[str] = (),
+    everybody: bool = False,
+    wide: bool = False,
+) -> str:
     """Shell text of the look through /proc.
 
     Args:
         devices: What counts as a GPU device.
         units: Units whose control groups' members are wanted too.
         everybody: Describe every process (for `match`), not only those.
+        wide: Follow descriptors of files outside /dev too: a device node may be made anywhere.
     """
     groups = " ".join(f"-e {shlex.quote('/' + unit)}" for unit in units)
     members = f"grep -l -F {groups} [0-9]*/cgroup" if groups else ":"
@@ -121,6 +143,9 @@ def scan(devices: DeviceSet = NVIDIA, *, units: Iterable[str] = (), everybody: b
         "@COMMON_MAPS@": _COMMON_MAPS,
         "@MEMBERS@": members,
         "@LONG@": str(LONG_LIST),
+        "@WIDE@": WIDE if wide else "",
+        "@LIMIT@": str(WIDE_LIMIT_S),
+        "@FD@": _FD,
         "@EVERYBODY@": "pids=$(printf '%s\\n' [0-9]*)" if everybody else "",
     }
     text = SCAN

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpu_reclaim import fuser, nvidia_smi, processes, systemd
-from gpu_reclaim.commands import Result, Script
+from gpu_reclaim.commands import Result, Script, Section
 from gpu_reclaim.containers import pct_status, refusal
 from gpu_reclaim.errors import BadAnswer, UnknownUnit
 from gpu_reclaim.models import GpuReading, ProcessTable, Step, Survey, UnitState
@@ -43,6 +43,7 @@ class Session:
         devices: What counts as a GPU device.
         script_timeout_s: Limit of a script that only reads, in seconds.
         owners: Units, beside `units`, of which a process was ended in this session.
+        stopped: Units that were told to stop in this session.
         known_units: Units that systemd knew earlier: a transient one is gone once it is stopped.
         fit: Asks Proxmox whether a VM may be touched, where its API is known; raises if not.
         me: This process and its ancestors, never signalled.
@@ -60,6 +61,7 @@ class Session:
     devices: DeviceSet = NVIDIA
     script_timeout_s: float = 150
     owners: set[str] = field(default_factory=set)
+    stopped: set[str] = field(default_factory=set)
     known_units: set[str] = field(default_factory=set)
     fit: Callable[[], object] | None = None
     me: Family = field(default_factory=family)
@@ -81,6 +83,7 @@ def look(
     units: bool = True,
     everybody: bool = False,
     with_fuser: bool = False,
+    wide: bool = False,
 ) -> Survey:
     """Read, in one round trip, who the host is, its GPUs, units and processes.
 
@@ -93,6 +96,7 @@ def look(
         units: Show the session's units.
         everybody: Describe every process, for the policy's `match`.
         with_fuser: Ask fuser too, where it is installed.
+        wide: Follow descriptors of files outside /dev too.
 
     Raises:
         UnknownUnit: systemd does not know one of the session's units.
@@ -100,13 +104,18 @@ def look(
         TransportError: As `Transport.run`.
     """
     started = session.clock()
-    parts = {"identity": IDENTITY, "processes": _scan(session, everybody)}
+    parts = {
+        "identity": IDENTITY,
+        "processes": processes.scan(
+            session.devices, units=session.units, everybody=everybody, wide=wide
+        ),
+    }
     # A tool must end before the script's own limit does: `timeout` inside is out of its reach.
     most = session.script_timeout_s * TOOL_SHARE
     smi_s = min(nvidia_smi.TIME_LIMIT_S, most)
     parts |= {"gpus": nvidia_smi.query_gpus(smi_s)} if gpus else {}
     parts |= {"apps": nvidia_smi.query_apps(smi_s)} if apps else {}
-    parts |= {"units": systemd.show(session.units)} if units and session.units else {}
+    parts |= {"units": systemd.show_tree(session.units)} if units and session.units else {}
     parts |= (
         {"fuser": fuser.look(session.devices.nodes, min(fuser.TIME_LIMIT_S, most))}
         if with_fuser
@@ -137,12 +146,18 @@ def look(
             apps=apps,
             everybody=everybody,
             with_fuser=with_fuser,
+            wide=wide,
         )
+    if "units" in parts:
+        survey.dependents = dependent_units(result.section("units"), session.units)
     return survey
 
 
-def _scan(session: Session, everybody: bool) -> str:
-    return processes.scan(session.devices, units=session.units, everybody=everybody)
+def dependent_units(section: Section, units: Sequence[str]) -> list[UnitState]:
+    """Units that systemd stops along with some."""
+    states = systemd.parse_show(section)
+    names = systemd.dependents(states, units)
+    return [state for state in states if state.name in names]
 
 
 def _reading(result: Result, *, gpus: bool, apps: bool) -> GpuReading:

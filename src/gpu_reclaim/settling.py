@@ -1,4 +1,4 @@
-"""Waiting until GPU memory is released, on evidence, and the final look."""
+"""Waiting until GPU memory is released, on evidence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpu_reclaim import processes, systemd
-from gpu_reclaim.commands import Script
-from gpu_reclaim.errors import GpuReclaimError
 from gpu_reclaim.models import Process, ReclaimPolicy, Sample, Settled, Step, Survey
 from gpu_reclaim.nvidia_smi import is_fault
-from gpu_reclaim.owners import owner
 from gpu_reclaim.session import Session, look
 from gpu_reclaim.steps import describe
-from gpu_reclaim.victims import ZERO_MEMORY, choose
+from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
 
@@ -117,57 +113,3 @@ def holding(session: Session, policy: ReclaimPolicy, survey: Survey) -> list[Pro
     """Unprotected holders of the wanted GPUs."""
     choice = choose(survey.table, survey.reading, policy, protect=session.protect)
     return [process for process in choice.victims if process.devices]
-
-
-def verify(session: Session, policy: ReclaimPolicy) -> Survey:
-    """The final look; the node is asked too when memory is in use and nobody is seen to hold it.
-
-    Raises:
-        TransportError: As `Transport.run`.
-    """
-    survey = look(session, "verify_nvidia_smi", apps=bool(policy.gpus))
-    survey.restarting = restarting(session)
-    if not any(gpu.memory_used_mib for gpu in survey.reading.gpus):
-        return survey
-    in_use = look(session, "verify_nvidia_smi", apps=True)
-    in_use.restarting = survey.restarting
-    survey = in_use
-    if session.links.node is not None and not holding(session, policy, survey):
-        survey.other_guests = elsewhere(session)
-    return survey
-
-
-def restarting(session: Session) -> list[str]:
-    """Units outside the host's own whose process was ended, and which do not stay down.
-
-    `Restart=` may let seconds pass before it brings a holder back, when nobody looks any more.
-    """
-    if not session.owners:
-        return []
-    body = systemd.show(sorted(session.owners))
-    result = session.links.run(Script("look at the owners", {"units": body}))
-    states = systemd.parse_show(result.section("units"))
-    return [x.name for x in states if x.sub_state == "auto-restart"]
-
-
-def elsewhere(session: Session) -> dict[str, list[str]]:
-    """Holders that the node sees outside our guest, by where they are."""
-    node = session.links.node
-    if node is None:
-        return {}
-    body = processes.scan(session.devices)
-    try:
-        result = node.run(Script("look at the node", {"processes": body}))
-        table = processes.parse_scan(result, result.section("processes"), session.devices)
-    except GpuReclaimError as error:
-        log.warning("the node could not be looked at: %s", error.message)
-        return {}
-    found: dict[str, list[str]] = {}
-    for process in table.holders:
-        if process.exe.rpartition("/")[2] in ZERO_MEMORY:
-            continue
-        of = owner(process.cgroups)
-        place = str(of) if of.kind == "guest" else "the node itself"
-        if place != f"guest {session.vmid}":
-            found.setdefault(place, []).append(f"{process.name} (pid {process.pid} on the node)")
-    return found

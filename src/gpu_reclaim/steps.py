@@ -1,28 +1,15 @@
-"""The verbs of a reclaim, over any transport.
-
-Each looks first and does only what is still needed, so calling it again after a lost connection is
-safe; none repeats a write by itself.
-"""
+"""What comes before anything is touched: what may be done, and the first look."""
 
 from __future__ import annotations
 
 import logging
 
-from gpu_reclaim import signals
-from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import AccessRefused, BadInput, HostKeyRefused, Unreachable
-from gpu_reclaim.models import (
-    Ended,
-    Outcome,
-    Process,
-    ReclaimPolicy,
-    Step,
-    Survey,
-)
+from gpu_reclaim.models import Process, ReclaimPolicy, Survey
 from gpu_reclaim.nvidia_smi import timed_out
 from gpu_reclaim.owners import owner
-from gpu_reclaim.session import Run, Session, check_node, look
-from gpu_reclaim.victims import Choice, choose, never_stopped, protected_name
+from gpu_reclaim.protected import never_stopped, protected_name
+from gpu_reclaim.session import Session, check_node, look
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +51,14 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
         GuestRefused: The node says that the guest is another one, locked or stopped.
         TransportError: As `Transport.run`.
     """
+    name_units(session, policy)
     if (session.links.node is not None or session.fit is not None) and policy.via != "ssh":
         _check_node(session)
-    found = look(session, "survey", apps=True, everybody=bool(policy.match))
+    found = look(session, "survey", apps=True, everybody=bool(policy.match), wide=True)
     if found.reading.problem and not timed_out(found.reading):
         # Everything rests on this reading, so a passing trouble gets a second one.
         session.sleep(SECOND_LOOK_S)
-        found = look(session, "survey", apps=True, everybody=bool(policy.match))
+        found = look(session, "survey", apps=True, everybody=bool(policy.match), wide=True)
     _check_units(session, policy, found)
     indexes = [gpu.index for gpu in found.reading.gpus]
     unknown = [index for index in policy.gpus if index not in indexes]
@@ -83,21 +71,41 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
     return found
 
 
+def name_units(session: Session, policy: ReclaimPolicy) -> None:
+    """Add the protected units that the policy names in full to those to be stopped."""
+    named = [unit for unit in policy.named_units if never_stopped(unit)]
+    session.units = [*session.units, *(unit for unit in named if unit not in session.units)]
+
+
 def _check_units(session: Session, policy: ReclaimPolicy, found: Survey) -> None:
-    patterns = [*session.protect, *policy.protect]
-    for state in found.units:
-        kept = [x for x in state.triggered_by if never_stopped(x) or protected_name(patterns, x)]
-        if kept and not protected_name(patterns, state.name):
-            raise BadInput(
-                f"{session.host}: {kept[0]} would start {state.name} again, and it is protected; "
-                "nothing was touched",
-                remedy=f"protect {state.name} too, or let {kept[0]} be stopped",
-            )
-    never = [x.name for x in found.units if never_stopped(x.name)]
+    never = [x.name for x in found.units if never_stopped(x.name, policy.named_units)]
     if never:
         raise BadInput(
             f"{session.host}: {never[0]} is never stopped; nothing was touched",
-            remedy="take it out of the units in the GpuHost block",
+            remedy="take it out of the units in the GpuHost block; one of the driver's own is "
+            "stopped when the policy's match names it in full",
+        )
+    patterns = [*session.protect, *policy.protect]
+
+    def kept(unit: str) -> bool:
+        return never_stopped(unit, policy.named_units) or bool(protected_name(patterns, unit))
+
+    for state in found.units:
+        starts = [unit for unit in state.triggered_by if kept(unit)]
+        if starts and not protected_name(patterns, state.name):
+            raise BadInput(
+                f"{session.host}: {starts[0]} would start {state.name} again, and it is "
+                "protected; nothing was touched",
+                remedy=f"protect {state.name} too, or let {starts[0]} be stopped",
+            )
+    # Targets only group units: nothing stops with them.
+    along = [x.name for x in found.dependents if x.active and not x.name.endswith(".target")]
+    lost = [unit for unit in along if kept(unit)]
+    if lost:
+        raise BadInput(
+            f"{session.host}: systemd would stop {lost[0]} along with the host's units, and it is "
+            "protected; nothing was touched",
+            remedy=f"see `systemctl list-dependencies --reverse` of them, and untie {lost[0]}",
         )
 
 
@@ -110,95 +118,6 @@ def _check_node(session: Session) -> None:
         if session.links.direct is None:
             raise
         log.warning("%s; the guest is reached without it", error.message)
-
-
-def proxmox_exec_kill(session: Session, policy: ReclaimPolicy) -> Outcome:
-    """End holders and the policy's matches inside the guest, through its hypervisor.
-
-    Without a hypervisor, or with `via="ssh"`, there is nothing to do.
-
-    Raises:
-        GuestRefused: The guest is another one, locked or stopped; nothing was touched.
-        TransportError: As `Transport.run`.
-    """
-    check_may_act(policy)
-    if not session.links.has_hypervisor():
-        note = "no way through a hypervisor is configured or allowed"
-        return Outcome(step=Step(name="proxmox_exec_kill"), note=note)
-    try:
-        return release(session, policy, "proxmox_exec_kill", session.links.through_hypervisor)
-    except (HostKeyRefused, AccessRefused):
-        raise
-    except Unreachable as error:
-        if policy.via == "hypervisor" or session.links.direct is None:
-            raise
-        log.warning("%s; the guest's own SSH is used instead", error.message)
-        return Outcome(step=Step(name="proxmox_exec_kill"), note=error.message)
-
-
-def fuser_release(session: Session, policy: ReclaimPolicy) -> Outcome:
-    """End whoever still holds an NVIDIA device; fuser is asked for a second opinion.
-
-    Raises:
-        TransportError: As `Transport.run`.
-    """
-    return release(session, policy, "fuser_release", session.links.run, with_fuser=True)
-
-
-def release(
-    session: Session, policy: ReclaimPolicy, name: str, run: Run, *, with_fuser: bool = False
-) -> Outcome:
-    """Look, choose, end."""
-    check_may_act(policy)
-    started = session.clock()
-    partly = bool(policy.gpus)
-    seen = look(
-        session,
-        name,
-        run=run,
-        gpus=partly,
-        apps=partly,
-        everybody=bool(policy.match),
-        with_fuser=with_fuser,
-    )
-    units = () if policy.gpus else session.units
-    choice = choose(seen.table, seen.reading, policy, units=units, protect=session.protect)
-    outcome = Outcome(step=Step(name=name, via=seen.step.via), spared=choice.spared)
-    outcome.ended = end(session, choice, seen.table.pid_namespace, policy, run=run)
-    outcome.step.seconds = session.clock() - started
-    return outcome
-
-
-def end(
-    session: Session,
-    choice: Choice,
-    namespace: str,
-    policy: ReclaimPolicy,
-    *,
-    run: Run | None = None,
-) -> list[Ended]:
-    """End the chosen victims, and say what became of each.
-
-    Raises:
-        BadAnswer: They were seen in another PID namespace; nothing was signalled.
-        TransportError: As `Transport.run`.
-    """
-    victims = choice.victims
-    if not victims:
-        return []
-    for victim in victims:
-        log.info("%s: ending %s", session.host, describe(victim))
-    script = Script(
-        f"end {len(victims)} processes",
-        {"end": signals.end(victims, namespace, grace_s=policy.term_grace_s)},
-        timeout_s=signals.time_limit_s(policy.term_grace_s),
-        writes=True,
-    )
-    belongs = {victim.pid: owner(victim.cgroups) for victim in victims}
-    session.owners |= {x.name for x in belongs.values() if x.kind == "unit"} - set(session.units)
-    result = (run or session.links.run)(script)
-    owners = {pid: str(of) for pid, of in belongs.items()}
-    return signals.parse_end(result, result.section("end"), victims, owners, result.where)
 
 
 def describe(process: Process) -> str:

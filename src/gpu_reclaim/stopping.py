@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gpu_reclaim import processes, systemd
+from gpu_reclaim import causes, processes, systemd
+from gpu_reclaim.again import describe_again, running_again, stopped_along
 from gpu_reclaim.commands import Result, Script
-from gpu_reclaim.errors import CommandFailed
+from gpu_reclaim.errors import CameBack, CommandFailed
 from gpu_reclaim.models import (
     GpuReading,
     Outcome,
@@ -19,11 +20,16 @@ from gpu_reclaim.models import (
     UnitState,
 )
 from gpu_reclaim.owners import in_unit
-from gpu_reclaim.session import Session, look, seen_processes, unit_states
-from gpu_reclaim.steps import check_may_act, end
-from gpu_reclaim.victims import choose, protected_name
+from gpu_reclaim.protected import PROTECTED_UNITS, protected_name
+from gpu_reclaim.releasing import end
+from gpu_reclaim.session import Session, dependent_units, look, seen_processes, unit_states
+from gpu_reclaim.steps import check_may_act, name_units
+from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
+
+LEFT_STOP_S = 30
+"""How long a stop may still take once nobody is left in the unit's control group, in seconds."""
 
 
 def stop_systemd(
@@ -40,26 +46,32 @@ def stop_systemd(
             what the first one stopped.
 
     Raises:
+        CameBack: A unit stopped, and runs again.
         CommandFailed: A unit did not stop; its own words are in the result.
         UnknownUnit: systemd does not know one of them; nothing was stopped.
         TransportError: As `Transport.run`.
     """
     check_may_act(policy)
     started = session.clock()
+    name_units(session, policy)
     seen = look(session, "look at GPUs", apps=True) if policy.gpus else None
     names = _names_to_stop(session, policy, seen)
     outcome = Outcome(step=Step(name="stop_systemd"))
     if names:
         result = _stop(session, names)
-        states = _stopped_states(session, names, result)
+        states = unit_states(session, result, names, part="stop")
+        after = unit_states(session, result, names)
+        _refuse_running(session, states, after, result)
+        session.stopped |= {state.name for state in states}
         outcome.step.via = result.where
-        outcome.stopped = _rows(states, result)
+        outcome.stopped = _rows(states, names, result)
         table = _members(session, names, states, result)
         reading = seen.reading if seen else GpuReading()
         units = [state.name for state in states]
         choice = choose(table, reading, policy, units=units, protect=session.protect)
         outcome.ended = end(session, choice, table.pid_namespace, policy)
         outcome.spared = choice.spared
+        _finish_stop(session, after)
     outcome.stopped += _earlier(before, names, outcome.stopped, seen)
     outcome.step.seconds = session.clock() - started
     return outcome
@@ -77,23 +89,36 @@ def _names_to_stop(session: Session, policy: ReclaimPolicy, seen: Survey | None)
     if not policy.gpus or seen is None:
         return units
     choice = choose(seen.table, seen.reading, policy, protect=session.protect)
-    return [x for x in units if any(in_unit(p.cgroups, x) for p in choice.victims)]
+    on_wanted = [x for x in units if any(in_unit(p.cgroups, x) for p in choice.victims)]
+    return [*on_wanted, *(x for x in units if x in policy.named_units and x not in on_wanted)]
+
+
+def _script(session: Session, names: Sequence[str], limit_s: float) -> Script:
+    never_kill = [unit for unit in names if protected_name(PROTECTED_UNITS, unit)]
+    return Script(
+        f"stop {', '.join(names)}",
+        {
+            "stop": systemd.stop(names, limit_s=limit_s, never_kill=never_kill),
+            "units": systemd.show_tree(names),
+            "processes": processes.scan(session.devices, units=names),
+        },
+        # Triggers, then units, each within the limit.
+        timeout_s=2 * limit_s + session.script_timeout_s,
+        writes=True,
+    )
 
 
 def _stop(session: Session, names: Sequence[str]) -> Result:
     """Stop units; those that refuse to be stopped by hand are left out if they do not run."""
     log.info("%s: stopping %s", session.host, ", ".join(names))
-    script = Script(
-        f"stop {', '.join(names)}",
-        {
-            "stop": systemd.stop(names),
-            "units": systemd.show(names),
-            "processes": processes.scan(session.devices, units=names),
-        },
-        timeout_s=systemd.MAX_STOP_S + session.script_timeout_s,
-        writes=True,
-    )
-    result = session.links.run(script)
+    result = session.links.run(_script(session, names, systemd.MAX_STOP_S))
+    if result.section("stop").code == systemd.UNSAFE:
+        raise CommandFailed(
+            f"{session.host}: systemd cannot be told to send no KILL to the driver's own units; "
+            "nothing was stopped",
+            remedy="see whether /run is full or read-only on the host",
+            result=result,
+        )
     if result.section("stop").code != systemd.REFUSED:
         return result
     states = unit_states(session, result, names)
@@ -110,10 +135,31 @@ def _stop(session: Session, names: Sequence[str]) -> Result:
     return _stop(session, rest) if rest else result
 
 
-def _stopped_states(session: Session, names: Sequence[str], result: Result) -> list[UnitState]:
-    """The units' states before, once it is certain that none runs any more."""
-    before = unit_states(session, result, names, part="stop")
-    still = [x for x in unit_states(session, result, names) if x.active]
+def _refuse_running(
+    session: Session, before: Sequence[UnitState], after: Sequence[UnitState], result: Result
+) -> None:
+    """A unit that runs after its stop did not stop, or was started; one still stopping may pass."""
+    runs = [x for x in after if x.active and x.active_state != "deactivating"]
+    same = {x.invocation for x in before}
+    _refuse_unstopped(session, [x for x in runs if x.invocation in same], result)
+    again = running_again(session, runs)
+    if not again:
+        return
+    starters = " ".join(sorted({name for by in again.values() for name in by}))
+    shown = "; ".join(map(describe_again, again.items()))
+    first = next(iter(again))
+    raise CameBack(
+        f"{session.host}: stopped, and running again: {shown}",
+        remedy=causes.RUNS_AGAIN.advice(
+            commands=f"systemctl stop {starters}"
+            if starters
+            else f"`systemctl status {first}` and `journalctl -u {first}` may tell"
+        ),
+        result=result,
+    )
+
+
+def _refuse_unstopped(session: Session, still: Sequence[UnitState], result: Result) -> None:
     if still:
         state = f"{still[0].active_state} ({still[0].sub_state})"
         raise CommandFailed(
@@ -121,16 +167,39 @@ def _stopped_states(session: Session, names: Sequence[str], result: Result) -> l
             remedy=f"see `systemctl status {still[0].name}` and its journal on the host",
             result=result,
         )
-    return before
 
 
-def _rows(states: Sequence[UnitState], result: Result) -> list[StoppedUnit]:
-    live = {x.name for x in systemd.parse_show(result.section("stop")) if x.active}
+def _finish_stop(session: Session, after: Sequence[UnitState]) -> None:
+    """A stop that hung ends when nobody is left of its unit, or never.
+
+    Raises:
+        CommandFailed: It did not.
+    """
+    names = [state.name for state in after if state.active_state == "deactivating"]
+    if not names:
+        return
+    log.warning("%s: %s did not stop in time", session.host, ", ".join(names))
+    result = session.links.run(_script(session, names, LEFT_STOP_S))
+    still = [x for x in unit_states(session, result, names) if x.active]
+    _refuse_unstopped(session, still, result)
+
+
+def _rows(states: Sequence[UnitState], names: Sequence[str], result: Result) -> list[StoppedUnit]:
+    """What ran, or would have been started, and does no more."""
+    shown = {x.name: x for x in systemd.parse_show(result.section("stop"))}
+    live = {name for name, state in shown.items() if state.active}
     rows = [
         StoppedUnit(
             unit=x.name, active=x.active, triggered_by=[t for t in x.triggered_by if t in live]
         )
         for x in states
+    ]
+    running = {x.name for x in dependent_units(result.section("units"), names) if x.active}
+    along = systemd.dependents(list(shown.values()), [state.name for state in states])
+    rows += [
+        stopped_along(shown[name], because)
+        for name, because in along.items()
+        if name in live and name not in running
     ]
     return [row for row in rows if row.active or row.triggered_by]
 

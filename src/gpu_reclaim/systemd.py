@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gpu_reclaim.commands import Section
 from gpu_reclaim.errors import BadInput
@@ -19,10 +19,24 @@ PROPERTIES = (
     "LoadState",
     "ActiveState",
     "SubState",
+    "InvocationID",
     "TriggeredBy",
+    "RequiredBy",
+    "BoundBy",
+    "ConsistsOf",
+    "WantedBy",
+    "UpheldBy",
     "ControlGroup",
     "CanStop",
 )
+"""What is read of each unit; a systemd that does not know one of them leaves it out."""
+
+STOPPED_ALONG = ("RequiredBy", "BoundBy", "ConsistsOf")
+"""systemd stops these units along with the one they name (systemd.unit(5): Requires=, BindsTo=,
+PartOf=)."""
+
+STARTED_BY = ("RequiredBy", "BoundBy", "WantedBy", "UpheldBy")
+"""These units start the one they name when they start, or, with Upholds=, whenever they run."""
 
 UNIT_TYPES = ("service", "socket", "timer", "path", "target", "mount", "scope", "slice")
 
@@ -49,35 +63,100 @@ def unit_name(name: str) -> str:
 def show(units: Iterable[str]) -> str:
     """Shell text that prints the properties of each unit, in blocks."""
     names = " ".join(shlex.quote(unit) for unit in units)
-    return f"systemctl show --no-pager -p {','.join(PROPERTIES)} -- {names}"
+    return f"{_SHOW} -- {names}"
+
+
+_SHOW = f"systemctl show --no-pager -p {','.join(PROPERTIES)}"
+
+_TREE = f"""
+seen=" "; next="$*"
+while [ -n "$next" ]; do
+  out=$({_SHOW} -- $next) || exit
+  printf '%s\\n\\n' "$out"
+  seen="$seen$next "
+  more=$(printf '%s\\n' "$out" | sed -n -E 's/^({"|".join(STOPPED_ALONG)})=//p')
+  next=
+  for unit in $more; do case "$seen$next " in *" $unit "*) ;; *) next="$next $unit";; esac; done
+done"""
+
+
+def show_tree(units: Iterable[str]) -> str:
+    """Shell text that prints the units, and all that systemd would stop along with them."""
+    names = " ".join(shlex.quote(unit) for unit in units)
+    return f"set -f\nset -- {names}{_TREE}"
 
 
 REFUSED = 90
 """Exit status of `stop` when a unit is unknown or refuses to be stopped by hand."""
 
+UNSAFE = 91
+"""Exit status of `stop` when systemd cannot be kept from sending KILL; nothing was stopped."""
 
-def stop(units: Iterable[str]) -> str:
-    """Shell text that shows units and their triggers, then stops triggers and units, and waits.
+_NO_KILL = """
+for unit in @UNITS@; do
+  folder=/run/systemd/system/$unit.d
+  mkdir -p "$folder" || exit @UNSAFE@
+  printf '[Service]\\nSendSIGKILL=no\\n' >"$folder/gpu-reclaim-no-kill.conf" || exit @UNSAFE@
+done
+systemctl daemon-reload || exit @UNSAFE@"""
+
+_KILL_AGAIN = """
+for unit in @UNITS@; do
+  folder=/run/systemd/system/$unit.d
+  rm -f "$folder/gpu-reclaim-no-kill.conf"
+  [ -n "$(ls -A "$folder")" ] || rmdir "$folder"
+done
+systemctl daemon-reload"""
+
+
+def stop(
+    units: Iterable[str], *, limit_s: float = MAX_STOP_S, never_kill: Iterable[str] = ()
+) -> str:
+    """Shell text that shows units and what goes with them, then stops triggers and units.
 
     Nothing is stopped, and the status is REFUSED, when one is unknown or has RefuseManualStop.
+
+    Args:
+        units: Full names.
+        limit_s: Longest wait for the stop, in seconds; the job goes on afterwards.
+        never_kill: Those of the units to which systemd must not send KILL after TimeoutStopSec.
     """
-    units = list(units)
     names = " ".join(shlex.quote(unit) for unit in units)
-    return "\n".join(
-        [
-            "set -f",
-            f"shown=$({show(units)})",
-            "printf '%s\\n\\n' \"$shown\"",
-            f'case "$shown" in *LoadState=not-found*|*CanStop=no*) exit {REFUSED};; esac',
-            "triggers=$(printf '%s\\n' \"$shown\" | sed -n 's/^TriggeredBy=//p')",
-            'if [ -n "$triggers" ]; then',
-            f"  systemctl show --no-pager -p {','.join(PROPERTIES)} -- $triggers",
-            # A live socket, timer or path would start the unit again.
-            "  systemctl --no-ask-password stop -- $triggers",
-            "fi",
-            f"systemctl --no-ask-password stop -- {names}",
-        ]
-    )
+    fill = {"@UNITS@": " ".join(map(shlex.quote, never_kill)), "@UNSAFE@": str(UNSAFE)}
+    spare, again = (_filled(x, fill) if fill["@UNITS@"] else "" for x in (_NO_KILL, _KILL_AGAIN))
+    return f"""set -f
+case "$({_SHOW} -- {names})" in
+  *LoadState=not-found*|*CanStop=no*) {_SHOW} -- {names}; exit {REFUSED};;
+esac
+shown=$(set -- {names}{_TREE})
+printf '%s\\n\\n' "$shown"{spare}
+triggers=$(printf '%s\\n' "$shown" | sed -n 's/^TriggeredBy=//p')
+if [ -n "$triggers" ]; then
+  {_SHOW} -- $triggers
+  # A live socket, timer or path would start the unit again.
+  timeout -k 1 {limit_s:g} systemctl --no-ask-password stop -- $triggers
+fi
+timeout -k 1 {limit_s:g} systemctl --no-ask-password stop -- {names}{again}"""
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
+
+
+def dependents(states: Sequence[UnitState], units: Sequence[str]) -> dict[str, str]:
+    """Units that systemd stops along with some, each with the one it is stopped because of."""
+    known = {state.name: state for state in states}
+    found: dict[str, str] = {}
+    queue = list(units)
+    while queue:
+        unit = queue.pop(0)
+        for name in known[unit].required_by if unit in known else ():
+            if name not in found and name not in units:
+                found[name] = unit
+                queue.append(name)
+    return found
 
 
 def parse_show(section: Section) -> list[UnitState]:
@@ -97,7 +176,10 @@ def _state(values: dict[str, str]) -> UnitState:
         load_state=values["LoadState"],
         active_state=values["ActiveState"],
         sub_state=values.get("SubState", ""),
+        invocation=values.get("InvocationID", ""),
         triggered_by=values.get("TriggeredBy", "").split(),
+        required_by=[name for key in STOPPED_ALONG for name in values.get(key, "").split()],
+        wanted_by=[name for key in STARTED_BY for name in values.get(key, "").split()],
         control_group=values.get("ControlGroup", ""),
         can_stop=values.get("CanStop", "yes") != "no",
     )

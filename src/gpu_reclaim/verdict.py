@@ -3,97 +3,36 @@
 Rules of this file. Everything that decides is here, and nothing here reads or does anything. The
 checks are asked in order and the first that has an answer gives it: what makes a reading worthless
 comes before what the reading says, what is proven comes before what is likely, and `clean` comes
-last, when nothing else was left to say.
+last, when nothing else was left to say. What each cause means, and what a person should do about
+it, is in `causes`; what is known, in `evidence`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
+from gpu_reclaim import causes
+from gpu_reclaim.causes import Cause, Finding
 from gpu_reclaim.errors import (
+    CameBack,
     GpuReclaimError,
     GuestLocked,
     GuestStopped,
     IdentityMismatch,
     Unreachable,
 )
-from gpu_reclaim.models import (
-    Ended,
-    Gpu,
-    GpuReading,
-    Process,
-    ReclaimPolicy,
-    Settled,
-    Spared,
-    Verdict,
-)
+from gpu_reclaim.evidence import Evidence
+from gpu_reclaim.models import Ended, Gpu, Process, Spared
 from gpu_reclaim.nvidia_smi import is_fault, timed_out
 from gpu_reclaim.owners import owner, stop_command
-from gpu_reclaim.victims import ZERO_MEMORY
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """All that decides.
-
-    Attributes:
-        policy: What was asked.
-        before: GPUs before anything was touched.
-        after: GPUs at the end.
-        settled: How the wait before the last look went; None: there was none.
-        expected_gpus: How many GPUs the host must have; None: as many as before.
-        holders: Unprotected holders at the end.
-        spared: Who was left alone at the end, and why.
-        ended: Whom we signalled, and what became of them.
-        restarting: Units of ended holders that are about to run again.
-        uninspected: How many processes could not be looked into at the end.
-        blind: Other users' processes cannot be looked into at all.
-        unlisted: Unprotected holders of which nvidia-smi does not tell the GPU, when only some
-            GPUs are wanted.
-        other_guests: Where else (`guest 130`, `the node itself`) to the processes that hold the
-            devices there, seen from the node.
-    """
-
-    policy: ReclaimPolicy
-    before: GpuReading
-    after: GpuReading
-    settled: Settled | None = None
-    expected_gpus: int | None = None
-    holders: Sequence[Process] = ()
-    spared: Sequence[Spared] = ()
-    ended: Sequence[Ended] = ()
-    restarting: Sequence[str] = ()
-    uninspected: int = 0
-    blind: bool = False
-    unlisted: Sequence[str] = ()
-    other_guests: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def wanted(self) -> list[Gpu]:
-        """The wanted GPUs, as read at the end."""
-        return self.policy.wanted(self.after.gpus)
-
-    @property
-    def in_use(self) -> list[Gpu]:
-        """Wanted GPUs with more memory in use than may remain."""
-        return [gpu for gpu in self.wanted if (gpu.memory_used_mib or 0) > self.policy.limit_mib]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A verdict with its sentence, and what a person should do now."""
-
-    verdict: Verdict
-    summary: str
-    remedy: str = ""
 
 
 def decide(e: Evidence) -> Finding:
-    """The verdict."""
+    """The verdict at the end of a reclaim."""
     return (
         unprovable(e)
         or _held_visibly(e)
+        or _running_again(e)
         or _restarting(e)
         or _held_by_other_guest(e)
         or _held_by_undead(e)
@@ -104,8 +43,17 @@ def decide(e: Evidence) -> Finding:
     )
 
 
+def hopeless(e: Evidence) -> Finding | None:
+    """The verdict that is certain before anything was touched: then nothing is.
+
+    Stopping a service would be for nothing, if nothing could be proven afterwards, or if a process
+    that must be left alone is known to use the memory.
+    """
+    return unprovable(e) or _straddles(e) or _kept_by_protected(e)
+
+
 def unprovable(e: Evidence) -> Finding | None:
-    """The verdict that no reclaim could improve: the GPUs cannot be read as they should be."""
+    """The GPUs cannot be read as they should be."""
     return (
         _reading_failed(e)
         or _gpu_missing(e)
@@ -116,34 +64,30 @@ def unprovable(e: Evidence) -> Finding | None:
     )
 
 
+OF_ERRORS: dict[type[GpuReclaimError], Cause] = {
+    IdentityMismatch: causes.OTHER_MACHINE,
+    GuestLocked: causes.LOCKED,
+    GuestStopped: causes.STOPPED,
+    Unreachable: causes.UNREACHABLE,
+    CameBack: causes.RUNS_AGAIN,
+}
+
+
 def of_error(error: GpuReclaimError) -> Finding:
-    """The verdict when an error ended the run before the end."""
-    kinds = {
-        IdentityMismatch: Verdict.IDENTITY_MISMATCH,
-        GuestLocked: Verdict.GUEST_LOCKED,
-        GuestStopped: Verdict.GUEST_STOPPED,
-        Unreachable: Verdict.UNREACHABLE,
-    }
-    verdict = next((v for kind, v in kinds.items() if isinstance(error, kind)), Verdict.UNKNOWN)
-    return Finding(verdict, error.message, error.remedy or "look at the host, then run it again")
+    """The verdict when an error ended the run before the end; the error knows what to do."""
+    cause = next((x for kind, x in OF_ERRORS.items() if isinstance(error, kind)), causes.UNCLEAR)
+    advice = error.remedy or "look at the host, then run it again"
+    return Finding(cause.verdict, error.message, advice)
+
+
+# The reading.
 
 
 def _reading_failed(e: Evidence) -> Finding | None:
     if not e.after.problem:
         return None
-    if timed_out(e.after):
-        return Finding(
-            Verdict.UNKNOWN,
-            f"GPU memory could not be read: {e.after.problem}",
-            "run nvidia-smi on the host and look for processes in state D; turn persistence mode "
-            "on if it is merely slow",
-        )
-    return Finding(
-        Verdict.DRIVER_FAULT,
-        f"GPU memory could not be read: {e.after.problem}",
-        "run nvidia-smi on the host; see `dmesg | grep -i -e nvrm -e xid` on the machine that "
-        "loads the driver",
-    )
+    cause = causes.SLOW if timed_out(e.after) else causes.UNREADABLE
+    return cause.finding(f"GPU memory could not be read: {e.after.problem}")
 
 
 def _gpu_missing(e: Evidence) -> Finding | None:
@@ -151,15 +95,14 @@ def _gpu_missing(e: Evidence) -> Finding | None:
     lost = [gpu for gpu in e.before.gpus if gpu.uuid not in seen]
     indexes = {gpu.index for gpu in e.after.gpus}
     unasked = [index for index in e.policy.gpus if index not in indexes]
-    remedy = "see `nvidia-smi -L` and `dmesg | grep -i xid`; correct expected_gpus if it changed"
     if lost:
         names = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in lost)
-        return Finding(Verdict.GPU_MISSING, f"GPUs seen before are gone: {names}", remedy)
+        return causes.GPU_LOST.finding(f"GPUs seen before are gone: {names}")
     if unasked:
-        return Finding(Verdict.GPU_MISSING, f"there is no GPU {unasked[0]} on the host", remedy)
+        return causes.GPU_COUNT.finding(f"there is no GPU {unasked[0]} on the host")
     if e.expected_gpus is not None and len(e.after.gpus) != e.expected_gpus:
         text = f"{len(e.after.gpus)} GPUs answer, {e.expected_gpus} are expected"
-        return Finding(Verdict.GPU_MISSING, text, remedy)
+        return causes.GPU_COUNT.finding(text)
     return None
 
 
@@ -169,7 +112,7 @@ def _rows_unsound(e: Evidence) -> Finding | None:
     if e.wanted and not twice:
         return None
     what = "a GPU is listed twice" if twice else "no GPU was read"
-    return Finding(Verdict.UNKNOWN, f"{what}, so nothing is proven", "run nvidia-smi on the host")
+    return causes.UNSOUND.finding(f"{what}, so nothing is proven")
 
 
 def _gpu_faulty(e: Evidence) -> Finding | None:
@@ -177,27 +120,7 @@ def _gpu_faulty(e: Evidence) -> Finding | None:
     if not faulty:
         return None
     text = "; ".join(f"GPU {gpu.index}: {gpu.note}" for gpu in faulty)
-    return Finding(
-        Verdict.DRIVER_FAULT,
-        f"the driver reports a fault: {text}",
-        "see `dmesg | grep -i xid`; a reset or reboot is a person's decision",
-    )
-
-
-def _blind(e: Evidence) -> Finding | None:
-    if e.blind:
-        return Finding(
-            Verdict.UNKNOWN,
-            "the login there is not root, so holders of other users cannot be seen",
-            "log in as root, or set sudo on the SshAccess block",
-        )
-    if e.policy.gpus and not e.after.apps_known:
-        return Finding(
-            Verdict.UNKNOWN,
-            "nvidia-smi could not list processes, so nothing tells who uses which GPU",
-            "reclaim all GPUs of the host, or mend `nvidia-smi --query-compute-apps`",
-        )
-    return None
+    return causes.FAULTY.finding(f"the driver reports a fault: {text}")
 
 
 def _memory_unread(e: Evidence) -> Finding | None:
@@ -205,11 +128,22 @@ def _memory_unread(e: Evidence) -> Finding | None:
     if not unread:
         return None
     text = "; ".join(f"GPU {gpu.index}: {gpu.note}" for gpu in unread)
-    return Finding(
-        Verdict.UNKNOWN,
-        f"memory in use is not known: {text}",
-        "run as root; with MIG, memory is shown per instance only to the privileged",
-    )
+    return causes.NOT_A_NUMBER.finding(f"memory in use is not known: {text}")
+
+
+def _blind(e: Evidence) -> Finding | None:
+    if e.blind:
+        return causes.NOT_ROOT.finding(
+            "the login there is not root, so holders of other users cannot be seen"
+        )
+    if e.policy.gpus and not e.after.apps_known:
+        return causes.APPS_UNKNOWN.finding(
+            "nvidia-smi could not list processes, so nothing tells who uses which GPU"
+        )
+    return None
+
+
+# Who is left, or came back.
 
 
 def _held_visibly(e: Evidence) -> Finding | None:
@@ -217,38 +151,46 @@ def _held_visibly(e: Evidence) -> Finding | None:
         return None
     tried = {(row.pid, row.start_time): row for row in e.ended}
     rows = [(process, tried.get((process.pid, process.start_time))) for process in e.holders]
-    text = "; ".join(_holder(process) for process, _ in rows)
+    text = "; ".join(_holder(process, e.starters) for process, _ in rows)
     stuck = [process for process, row in rows if row and row.outcome != "denied"]
     denied = [process for process, row in rows if row and row.outcome == "denied"]
     if stuck:
-        return Finding(
-            Verdict.UNKILLABLE,
-            f"still there after KILL: {text}{_waits(e.ended, stuck)}",
-            "a process in state D waits for the kernel, mostly for the driver: see `dmesg`, and "
-            "plan a reboot of the machine that runs the driver",
-        )
+        return causes.STUCK.finding(f"still there after KILL: {text}{_waits(e.ended, stuck)}")
     if denied:
-        return Finding(
-            Verdict.UNKNOWN,
-            f"not allowed to signal: {text}",
-            "log in as root, or set sudo on the SshAccess block",
-        )
-    return Finding(Verdict.RESPAWNED, f"new holders appeared: {text}", _respawn_remedy(e.holders))
+        return causes.DENIED.finding(f"not allowed to signal: {text}")
+    return causes.CAME_BACK.finding(
+        f"new holders appeared: {text}", commands=_stop_starters(e.holders, e.running_again)
+    )
+
+
+def _running_again(e: Evidence) -> Finding | None:
+    if not e.running_again:
+        return None
+    text = "; ".join(_unit(unit, by) for unit, by in e.running_again.items())
+    return causes.RUNS_AGAIN.finding(
+        f"stopped, and running again: {text}", commands=_stop_starters([], e.running_again)
+    )
 
 
 def _restarting(e: Evidence) -> Finding | None:
     if not e.restarting:
         return None
     units = ", ".join(e.restarting)
-    return Finding(
-        Verdict.RESPAWNED,
+    return causes.RESTARTS.finding(
         f"systemd is about to start {units} again, of which a holder was ended",
-        f"stop it: systemctl stop {' '.join(e.restarting)}; or add it to the host's units",
+        units=" ".join(e.restarting),
     )
 
 
-def _holder(process: Process) -> str:
-    return f"{process.name} (pid {process.pid}, {owner(process.cgroups)}, state {process.state})"
+def _unit(unit: str, by: Sequence[str]) -> str:
+    return f"{unit} (perhaps by {', '.join(by)})" if by else unit
+
+
+def _holder(process: Process, starters: Mapping[int, str]) -> str:
+    by = starters.get(process.pid, "")
+    started = f", started by {by}" if by else ""
+    of = owner(process.cgroups)
+    return f"{process.name} (pid {process.pid}, {of}, state {process.state}{started})"
 
 
 def _waits(ended: Sequence[Ended], stuck: Sequence[Process]) -> str:
@@ -257,106 +199,154 @@ def _waits(ended: Sequence[Ended], stuck: Sequence[Process]) -> str:
     return f"; waiting in {', '.join(places)}" if places else ""
 
 
-def _respawn_remedy(holders: Sequence[Process]) -> str:
-    commands = sorted({stop_command(owner(process.cgroups)) for process in holders} - {""})
-    if commands:
-        return f"stop what starts them: {'; '.join(commands)}; add such units to the host's units"
-    return "find what starts them (`ps -o pid,ppid,lstart,args`) and stop that first"
+def _stop_starters(holders: Sequence[Process], again: Mapping[str, Sequence[str]]) -> str:
+    """What a person types so that it does not come back."""
+    known = sorted({unit for by in again.values() for unit in by})
+    owners = [owner(process.cgroups) for process in holders]
+    others = [x for x in owners if x.kind != "unit" or x.name not in again]
+    commands = [f"systemctl stop {' '.join(known)}"] if known else []
+    commands += sorted({stop_command(of) for of in others} - {""})
+    units = [of.name for of in others if of.kind == "unit"]
+    if units:
+        commands.append("add such units to the host's units")
+    if again and not known:
+        commands.append(
+            f"`journalctl -u {next(iter(again))}` and `last` show when, and who was logged in"
+        )
+    return "; ".join(commands) or "`ps -eo pid,ppid,lstart,args` shows it; end that first"
+
+
+# Memory in use without an unprotected holder.
 
 
 def _held_by_other_guest(e: Evidence) -> Finding | None:
     if not e.in_use or not e.other_guests:
         return None
     text = "; ".join(f"{place}: {', '.join(who)}" for place, who in e.other_guests.items())
-    return Finding(
-        Verdict.HELD_BY_OTHER_GUEST,
-        f"{_memory(e.in_use)}, held by {text}",
-        "nothing there was touched: ask whoever runs it",
-    )
+    return causes.OTHER_GUEST.finding(f"{_memory(e.in_use)}, held by {text}")
 
 
 def _held_by_undead(e: Evidence) -> Finding | None:
     if not e.in_use:
         return None
-    zombies = [row for row in e.ended if row.outcome in ("zombie", "Z")]
-    stuck = [row for row in e.ended if row.outcome == "D"]
+    stuck = [f"{x.name} (pid {x.pid}) in {x.wchan or 'D'}" for x in e.ended if x.outcome == "D"]
+    stuck += [f"{x.name} (pid {x.pid}) in D" for x in e.undead if x.state == "D"]
+    dead = [f"{x.name} (pid {x.pid})" for x in e.ended if x.outcome in ("zombie", "Z")]
+    dead += [f"{x.name} (pid {x.pid})" for x in e.undead if x.state == "Z"]
     if stuck:
-        names = ", ".join(f"{row.name} (pid {row.pid}) in {row.wchan or 'D'}" for row in stuck)
-        return Finding(
-            Verdict.UNKILLABLE,
-            f"{_memory(e.in_use)}; still there after KILL: {names}",
-            "see `dmesg`, and plan a reboot of the machine that runs the driver",
-        )
-    if zombies:
-        names = ", ".join(f"{row.name} (pid {row.pid})" for row in zombies)
-        return Finding(
-            Verdict.ZOMBIE,
+        names = ", ".join(dict.fromkeys(stuck))
+        return causes.STUCK.finding(f"{_memory(e.in_use)}; still there after KILL: {names}")
+    if dead:
+        names = ", ".join(dict.fromkeys(dead))
+        parents = sorted({f"pid {x.ppid}" for x in e.undead if x.state == "Z"})
+        return causes.ZOMBIE.finding(
             f"{_memory(e.in_use)}; dead but not gone: {names}",
-            "end its parent; if init is its parent, only a reboot frees the memory",
+            parents=", ".join(parents) or "`ps -o ppid= -p PID` names it",
         )
     return None
 
 
 def _held_by_protected(e: Evidence) -> Finding | None:
-    if not e.in_use:
-        return None
-    listed = {app.pid: app.memory_used_mib for app in e.after.apps}
-    theirs = [row for row in e.spared if row.devices and _uses_memory(e, row, listed.get(row.pid))]
-    if not theirs:
-        return None
+    listed = e.listed_mib
+    theirs = [row for row in e.spared if row.devices and _uses_memory(e, row, listed)]
+    return _protected(e, theirs) if e.in_use and theirs else None
+
+
+def _kept_by_protected(e: Evidence) -> Finding | None:
+    """Before anything was touched: only nvidia-smi's word that the memory is theirs will do."""
+    limit = e.policy.limit_mib
+    theirs = [
+        row
+        for row in e.spared
+        if row.devices and not row.by_command and (e.listed_mib.get(row.pid) or 0) > limit
+    ]
+    return _protected(e, theirs) if theirs else None
+
+
+def _protected(e: Evidence, theirs: Sequence[Spared]) -> Finding:
     text = "; ".join(f"{x.name} (pid {x.pid}, {x.owner}): {x.reason}" for x in theirs)
-    return Finding(
-        Verdict.HELD_BY_PROTECTED,
-        f"{_memory(e.in_use)}, held by what must not be ended: {text}",
-        "stop it yourself if it may be stopped, then run this again",
+    return causes.PROTECTED.finding(
+        f"{_memory(e.in_use)}, held by what must not be ended: {text}", commands=_commands(theirs)
     )
 
 
-def _uses_memory(e: Evidence, row: Spared, listed_mib: int | None) -> bool:
-    """nvidia-smi lists it with memory; where it says nothing, its name decides."""
-    if listed_mib is None:
-        return row.name not in ZERO_MEMORY
-    return listed_mib > e.policy.limit_mib
+def _straddles(e: Evidence) -> Finding | None:
+    rows = [row for row in e.spared if row.straddles]
+    if not rows:
+        return None
+    text = "; ".join(f"{x.name} (pid {x.pid}, {x.owner}): {x.reason}" for x in rows)
+    return causes.STRADDLES.finding(
+        f"{_memory(e.in_use)}, and it cannot be freed alone: {text}", commands=_commands(rows)
+    )
+
+
+def _commands(rows: Sequence[Spared]) -> str:
+    commands = sorted({row.command for row in rows} - {""})
+    return f": {'; '.join(commands)}" if commands else ""
+
+
+def _uses_memory(e: Evidence, row: Spared, listed: Mapping[int, int | None]) -> bool:
+    """nvidia-smi lists it with memory above the limit; of whom it says nothing, the node decides.
+
+    A process without a GPU's own node open, or of a kind known to work without memory, has none.
+    """
+    mib = listed.get(row.pid)
+    if mib is not None:
+        return mib > e.policy.limit_mib
+    return not row.idle and any(_is_gpu_node(device) for device in row.devices)
+
+
+def _is_gpu_node(device: str) -> bool:
+    """For example `/dev/nvidia0 (fd)`, not `/dev/nvidiactl (fd)`."""
+    return device.rpartition(" (")[0].rpartition("nvidia")[2].removesuffix(" (deleted)").isdigit()
 
 
 def _held_unseen(e: Evidence) -> Finding | None:
     if not e.in_use:
         return None
     if e.unlisted:
-        return Finding(
-            Verdict.HELD_UNSEEN,
+        return causes.UNLISTED.finding(
             f"{_memory(e.in_use)}; {', '.join(e.unlisted)} hold devices, and nvidia-smi does not "
-            "tell which GPU they use",
-            "reclaim all GPUs of the host; inside a container nvidia-smi often lists no process",
+            "tell which GPU they use"
         )
-    blind = f" ({e.uninspected} processes could not be looked into)" if e.uninspected else ""
-    return Finding(
-        Verdict.HELD_UNSEEN,
-        f"{_memory(e.in_use)} and no holder can be seen{blind}",
-        "look from the machine that runs the driver (the Proxmox node): a holder may live in "
-        "another guest or PID namespace; if nobody holds it there either, the driver has not "
-        "released it and only a GPU reset or reboot, decided by a person, will",
-    )
+    clues = [f"{e.uninspected} processes could not be looked into"] if e.uninspected else []
+    clues += [f"nvidia-smi lists {', '.join(e.strangers)}"] if e.strangers else []
+    clues += [f"the node sees {', '.join(e.inside)} in this guest"] if e.inside else []
+    text = f" ({'; '.join(clues)})" if clues else ""
+    return _unseen_cause(e).finding(f"{_memory(e.in_use)} and no holder can be seen{text}")
+
+
+FIRST_WITHOUT_RESERVE = 510
+"""Since this driver nvidia-smi no longer counts reserved memory as used (nvml.h, nvmlMemory_v2)."""
+
+
+def _unseen_cause(e: Evidence) -> Cause:
+    major = e.driver.partition(".")[0]
+    if e.mig:
+        return causes.UNSEEN_MIG
+    if major.isdecimal() and int(major) < FIRST_WITHOUT_RESERVE:
+        return causes.UNSEEN_RESERVE
+    return causes.UNSEEN
+
+
+# Free.
 
 
 def _not_settled(e: Evidence) -> Finding | None:
     if e.settled is None or e.settled.free:
         return None
-    return Finding(
-        Verdict.UNKNOWN,
+    return causes.UNSTABLE.finding(
         "the GPUs read free in the last look, but never in "
-        f"{e.policy.stable_samples} readings in a row ({e.settled.reason})",
-        "run it again with a longer settle time limit; see the readings in the settle artifact",
+        f"{e.policy.stable_samples} readings in a row ({e.settled.reason})"
     )
 
 
 def _free(e: Evidence) -> Finding:
     left = [gpu for gpu in e.wanted if gpu.memory_used_mib]
     if left:
-        return Finding(
-            Verdict.RESIDUE, f"no holder; {_memory(left)}, at most {e.policy.residue_mib} allowed"
-        )
-    return Finding(Verdict.CLEAN, f"{len(e.wanted)} GPUs at 0 MiB, no unprotected holder")
+        allowed = e.policy.residue_mib
+        return causes.RESIDUE.finding(f"no holder; {_memory(left)}, at most {allowed} allowed")
+    return causes.CLEAN.finding(f"{len(e.wanted)} GPUs at 0 MiB, no unprotected holder")
 
 
 def _memory(gpus: Sequence[Gpu]) -> str:

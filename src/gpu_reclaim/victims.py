@@ -9,89 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from gpu_reclaim.models import GpuReading, Process, ProcessTable, ReclaimPolicy, Spared
 from gpu_reclaim.owners import in_unit, owner, stop_command
-
-KEEPS_DRIVER = "it keeps the driver or the fabric up"
-MONITORS = "it monitors"
-DISPLAYS = "it drives a display"
-SYSTEM = "the machine needs it"
-
-PROTECTED = {
-    # NVIDIA's own services; KILL of the DCGM ones has frozen GPUs (NVIDIA/dcgm-exporter#84).
-    "nvidia-persistenced": KEEPS_DRIVER,
-    "nv-fabricmanager": KEEPS_DRIVER,
-    "nvidia-fabricmanager": KEEPS_DRIVER,
-    "nvidia-imex": KEEPS_DRIVER,
-    "nvidia-powerd": KEEPS_DRIVER,
-    "nvidia-cuda-mps-control": "MPS is ended by its own command, after its clients",
-    "nvidia-cuda-mps-server": "MPS is ended by its own command, after its clients",
-    "nv-hostengine": MONITORS,
-    "dcgm-exporter": MONITORS,
-    "nvsm_core": MONITORS,
-    "node_exporter": MONITORS,
-    "prometheus-node-exporter": MONITORS,
-    "nvidia_gpu_exporter": MONITORS,
-    "telegraf": MONITORS,
-    "netdata": MONITORS,
-    "nvidia-smi": MONITORS,
-    "nvtop": MONITORS,
-    "Xorg": DISPLAYS,
-    "Xwayland": DISPLAYS,
-    "gnome-shell": DISPLAYS,
-    "kwin_wayland": DISPLAYS,
-    "kwin_x11": DISPLAYS,
-    "sddm": DISPLAYS,
-    "gdm3": DISPLAYS,
-    "weston": DISPLAYS,
-    "systemd": SYSTEM,
-    "systemd-logind": SYSTEM,
-    "systemd-udevd": SYSTEM,
-    "dbus-daemon": SYSTEM,
-    "sshd": SYSTEM,
-    "sshd-session": SYSTEM,
-    "dockerd": SYSTEM,
-    "containerd": SYSTEM,
-    "lxc-start": SYSTEM,
-}
-"""Executables never signalled, by base name (from mig-parted's list of GPU clients, NVIDIA's
-documentation and reports of people whose scripts ended the wrong process)."""
-
-_SHORT = {name[:15]: why for name, why in PROTECTED.items()}
-"""The same as /proc/PID/comm has them, for when the executable cannot be read (proc(5))."""
-
-PROTECTED_UNITS = (
-    "nvidia-persistenced.service",
-    "nvidia-fabricmanager.service",
-    "nvidia-imex.service",
-    "nvidia-powerd.service",
-    "nvidia-mps.service",
-    "nvsm*.service",
-    "*dcgm*.service",
-    "*node-exporter.service",
-    "*node_exporter.service",
+from gpu_reclaim.protected import (
+    MPS_SERVER,
+    PROTECTED,
+    PROTECTED_UNITS,
+    ZERO_MEMORY,
+    protected_name,
+    short_protected,
 )
-"""Units whose processes are never signalled, with wildcards, whatever their executable is."""
 
-NEVER_STOPPED = (
-    *PROTECTED_UNITS,
-    "*.slice",
-    "*.target",
-    "*.mount",
-    "init.scope",
-    "ssh.service",
-    "ssh.socket",
-    "sshd.service",
-    "dbus*.service",
-    "systemd-*.service",
-    "user@*.service",
-)
-"""Units that are refused although a block names them: stopping them cuts the machine off."""
+MANAGED = ("container", "Slurm step")
+"""Owners whose own manager would start the process again, or take its end for a fault."""
 
-ZERO_MEMORY = frozenset({"nvidia-persistenced", "nv-hostengine", "dcgm-exporter", "nvidia-smi"})
-"""Of these it is known that they hold devices without GPU memory of their own."""
+GROUPS = ("unit", "user unit", "scope", "container", "Slurm step")
+"""Owners whose processes work together: ending one of them stops the others' work."""
 
 UNREAD = "its descriptors could not be read"
 
@@ -126,13 +60,18 @@ def choose(
     """
     names = [*protect, *policy.protect]
     holders = wanted_holders(table, reading, policy)
+    elsewhere = _uses_elsewhere(table, reading, policy)
     choice = Choice()
     for process in table.processes:
         if not wanted(process, holders, policy, units):
             continue
         reason = protection(process, table, policy, names)
-        if reason:
-            choice.spared.append(spare(process, reason))
+        others = elsewhere.get(process.pid, "")
+        if reason or others:
+            row = spare(process, reason or others)
+            row.straddles = bool(others) and not reason
+            row.by_command = row.by_command and not policy.gpus and not _named(process, names)
+            choice.spared.append(row)
         else:
             choice.victims.append(process)
     choice.spared.extend(_unseen(table))
@@ -166,6 +105,37 @@ def wanted_holders(
     return frozenset(app.pid for app in reading.apps if app.gpu_uuid in uuids)
 
 
+def _uses_elsewhere(
+    table: ProcessTable, reading: GpuReading, policy: ReclaimPolicy
+) -> dict[int, str]:
+    """Pid to why it is not to be ended for some GPUs alone: it, or its group, uses others."""
+    if not policy.gpus or not wanted_holders(table, reading, policy):
+        return {}
+    index = {gpu.uuid: gpu.index for gpu in reading.gpus}
+    uses: dict[int, set[int]] = {}
+    for app in reading.apps:
+        if app.gpu_uuid in index:
+            uses.setdefault(app.pid, set()).add(index[app.gpu_uuid])
+    groups: dict[str, set[int]] = {}
+    owners = {process.pid: owner(process.cgroups) for process in table.processes}
+    for pid, of in owners.items():
+        if of.kind in GROUPS:
+            groups.setdefault(str(of), set()).update(uses.get(pid, ()))
+    found = {}
+    for pid, of in owners.items():
+        own = uses.get(pid, set()) - set(policy.gpus)
+        shared = groups.get(str(of), set()) - set(policy.gpus)
+        if own:
+            found[pid] = f"it also uses {_gpu_names(own)}, which you did not ask for"
+        elif shared:
+            found[pid] = f"its {of} also uses {_gpu_names(shared)}, which you did not ask for"
+    return found
+
+
+def _gpu_names(indexes: Iterable[int]) -> str:
+    return ", ".join(f"GPU {index}" for index in sorted(indexes))
+
+
 def matches(process: Process, policy: ReclaimPolicy) -> bool:
     """The policy's `match` names it by executable, title or command line."""
     texts = (process.exe, process.name, process.comm, process.command_line)
@@ -180,8 +150,8 @@ def protection(
         return "it is this run itself, or what started it"
     if not process.exe and 2 in (process.pid, process.ppid):  # noqa: PLR2004 - kthreadd and its threads
         return "it is a kernel thread"
-    program = process.exe.rpartition("/")[2] or process.comm
-    why = PROTECTED.get(program) if process.exe else _SHORT.get(process.comm)
+    runs = program(process)
+    why = PROTECTED.get(runs, "") if process.exe else short_protected(process.comm)
     if why:
         return f"protected: {why}"
     belongs = owner(process.cgroups)
@@ -189,23 +159,38 @@ def protection(
         return f"protected: it belongs to {belongs}"
     if belongs.kind == "guest":
         return f"it belongs to {belongs}, which is another machine"
-    name = protected_name(names, program, process.name, process.comm, belongs.name)
+    name = _named(process, names)
     if name:
         return f"protected by name: {name}"
-    if belongs.kind == "container" and not matches(process, policy):
+    if belongs.kind in MANAGED and not matches(process, policy):
         command = stop_command(belongs) or "its engine's own command"
         return f"it belongs to {belongs}; stop that with: {command}"
     return ""
 
 
+def _named(process: Process, names: Iterable[str]) -> str:
+    """The name of host or policy that protects it; empty when none does."""
+    belongs = owner(process.cgroups).name
+    return protected_name(names, program(process), process.name, process.comm, belongs)
+
+
+def program(process: Process) -> str:
+    """The executable's base name; the short name where the executable cannot be read."""
+    return process.exe.rpartition("/")[2] or process.comm
+
+
 def spare(process: Process, reason: str) -> Spared:
     """The report's line about a process left alone."""
+    belongs = owner(process.cgroups)
     return Spared(
         pid=process.pid,
         name=process.name,
-        owner=str(owner(process.cgroups)),
+        owner=str(belongs),
         reason=reason,
         devices=process.devices,
+        command=stop_command(belongs),
+        idle=program(process) in ZERO_MEMORY,
+        by_command=program(process) == MPS_SERVER and belongs.kind not in (*MANAGED, "guest"),
     )
 
 
@@ -222,14 +207,3 @@ def _unseen(table: ProcessTable) -> list[Spared]:
     if more > 0:
         spared.append(Spared(pid=0, name=f"{more} more processes", owner="", reason=UNREAD))
     return spared
-
-
-def protected_name(patterns: Iterable[str], *names: str) -> str:
-    """The first pattern (with wildcards) that covers one of the names; empty when none does."""
-    found = (x for x in patterns if any(fnmatchcase(name, x) for name in names))
-    return next(found, "")
-
-
-def never_stopped(unit: str) -> bool:
-    """Stopping this unit would cut the machine off or break the driver."""
-    return bool(protected_name(NEVER_STOPPED, unit))

@@ -195,20 +195,26 @@ def test_without_a_node_another_guests_holder_is_unseen(lab: Lab, second_guest: 
     assert "look from the machine that runs the driver" in report.remedy
 
 
-def test_protected_program_keeps_its_memory(lab: Lab) -> None:
+@pytest.mark.parametrize(("apps", "early"), [("real", True), ("none", False)])
+def test_protected_program_keeps_its_memory(lab: Lab, apps: str, early: bool) -> None:
     pid = lab.hold("--gpus", "3", "--mib", "5000", program=copy_of_holder(lab, "Xorg"))
-    lab.hold("--gpus", "0")
+    other = lab.hold("--gpus", "0")
     who = witness.identity(lab, pid)
+    lab.smi("apps", apps)
     report = witness.refused(ways.session(lab), QUICK)
     assert report.verdict == Verdict.HELD_BY_PROTECTED
-    assert report.summary == (
+    assert report.summary.startswith(
+        f"{'GPU 0: 1024 MiB in use, ' if early else ''}"
         "GPU 3: 5000 MiB in use, held by what must not be ended: "
         f"Xorg (pid {pid}, none): protected: it drives a display"
     )
+    # Where nvidia-smi says whose the memory is, nobody else is ended in vain.
+    assert (other in lab.processes()) == early
+    assert report.summary.endswith("; nothing was touched") == early
     assert report.remedy == "stop it yourself if it may be stopped, then run this again"
     assert witness.spared(report, pid).devices == holder_fd(3)
     assert who in witness.everybody(lab)
-    assert witness.memory(lab) == [0, 0, 0, 5000]
+    assert witness.memory(lab) == [1024 if early else 0, 0, 0, 5000]
 
 
 def test_title_makes_nobody_protected(lab: Lab) -> None:
@@ -242,7 +248,8 @@ def test_supervisor_outside_systemd_brings_its_holder_back(lab: Lab) -> None:
     report = witness.refused(ways.session(lab), QUICK)
     assert report.verdict == Verdict.RESPAWNED
     assert report.summary.startswith("new holders appeared: lab-holder (pid ")
-    assert "find what starts them" in report.remedy
+    assert "started by sh " in report.summary
+    assert "end that first" in report.remedy
     assert report.ended
     assert {row.outcome for row in report.ended} == {"ended"}
     assert witness.memory(lab)[0] == 700

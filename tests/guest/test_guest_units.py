@@ -204,16 +204,47 @@ def test_wanted_gpu_takes_its_worker_alone(lab: Lab) -> None:
     assert witness.memory(lab) == [2000, 0, 2000, 2000]
 
 
-def test_wanted_gpu_takes_its_workers_whole_unit(lab: Lab) -> None:
-    """A unit cannot be stopped in part: the workers on the other GPUs go with it."""
+def test_unit_that_uses_other_gpus_too_is_left_alone(lab: Lab) -> None:
+    """A server's workers go together: one GPU of it cannot be had alone."""
+    lab.start_server()
+    lab.hold("--gpus", "1", "--mib", "2000")
+    with witness.untouched(lab):
+        report = witness.refused(ways.session(lab), ReclaimPolicy(gpus=[1]))
+    assert report.verdict == Verdict.HELD_BY_PROTECTED
+    assert f"its unit {ways.UNIT} also uses GPU 0, GPU 2, GPU 3, which you did" in report.summary
+    assert report.summary.endswith("; nothing was touched")
+    assert f"systemctl stop {ways.UNIT}" in report.remedy
+    assert (report.ended, report.stopped) == ([], [])
+
+
+def test_process_that_uses_other_gpus_too_is_left_alone(lab: Lab) -> None:
+    pid = lab.hold("--gpus", "1,2", "--mib", "2000")
+    with witness.untouched(lab):
+        report = witness.refused(ways.session(lab), ReclaimPolicy(gpus=[1]))
+    assert report.verdict == Verdict.HELD_BY_PROTECTED
+    assert witness.spared(report, pid).reason == "it also uses GPU 2, which you did not ask for"
+
+
+def test_unit_whose_gpus_are_all_wanted_is_stopped(lab: Lab) -> None:
     lab.start_server()
     server = witness.of_unit(lab, ways.UNIT)
     other = lab.hold("--gpus", "3", "--mib", "2000")
-    report = reclaim(ways.session(lab), ReclaimPolicy(gpus=[1]))
+    report = reclaim(ways.session(lab), ReclaimPolicy(gpus=[0, 1, 2, 3]))
     assert (report.verdict, [row.unit for row in report.stopped]) == (Verdict.CLEAN, [ways.UNIT])
-    assert witness.ended(report) == set(server)
+    assert witness.ended(report) == {*server, (other, witness.row(report, other).start_time)}
+
+
+def test_unit_on_wanted_gpus_is_stopped_and_the_rest_goes_on(lab: Lab) -> None:
+    exe = f"ExecStart={HOLDER} --gpus 0,1 --mib 1500"
+    units.add(lab, "lab-model.service", Service=[exe])
+    lab.do("systemctl start lab-model")
+    other = lab.hold("--gpus", "2", "--mib", "2000")
+    wait_until("it holds", lambda: witness.memory(lab) == [1500, 1500, 2000, 0])
+    report = reclaim(ways.session(lab, units=["lab-model"]), ReclaimPolicy(gpus=[0, 1]))
+    assert report.verdict == Verdict.CLEAN
+    assert [row.unit for row in report.stopped] == ["lab-model.service"]
     assert other in lab.processes()
-    assert witness.memory(lab) == [0, 0, 0, 2000]
+    assert witness.memory(lab) == [0, 0, 2000, 0]
 
 
 def test_unit_on_other_gpus_goes_on(lab: Lab) -> None:

@@ -37,6 +37,12 @@ def scan_text(processes: list[Process], namespace: str = NAMESPACE) -> str:
     return "\n".join([*lines, ""])
 
 
+def named_units(body: str) -> list[str]:
+    """The units that a script asks systemd about."""
+    tree = re.search(r"set -- ([^\n]*)", body)
+    return (tree[1] if tree else body.rpartition(" -- ")[2]).split()
+
+
 @dataclass
 class Clock:
     """Time that passes only while somebody sleeps."""
@@ -59,6 +65,9 @@ class Unit:
     active: str = "active"
     triggers: str = ""
     can_stop: str = "yes"
+    required_by: str = ""
+    wanted_by: str = ""
+    invocation: str = "1"
 
 
 @dataclass
@@ -81,6 +90,9 @@ class Host:
     lingering: set[int] = field(default_factory=set)
     smi_code: int = 0
     fuser: str = ""
+    mps: str = ""
+    driver: str = "590.48.01"
+    mig: str = "[N/A]"
     hook: Callable[[Script], None] = lambda _: None
 
     def answer(self, script: Script) -> Answer:
@@ -101,6 +113,9 @@ class Host:
             "units": self._show,
             "fuser": lambda _: f"fuser {self.fuser}\n",
             "end": self._end,
+            "mps": lambda _: self.mps,
+            "driver": lambda _: f"gpu {self.driver}\n",
+            "mig": lambda _: f"gpu {self.mig}\n",
         }
         found: dict[str, str | Section] = {}
         for name, body in script.sections.items():
@@ -119,12 +134,21 @@ class Host:
         )
 
     def _show(self, body: str) -> str:
-        return self._blocks(body.rpartition(" -- ")[2].split())
+        return self._blocks(self._with_dependents(named_units(body)))
+
+    def _with_dependents(self, names: list[str]) -> list[str]:
+        found = list(names)
+        for name in found:
+            more = self.units[name].required_by.split() if name in self.units else []
+            found += [unit for unit in more if unit not in found]
+        return found
 
     def _blocks(self, names: list[str]) -> str:
         return "\n".join(
             f"Id={name}\nNames={name}\nLoadState=loaded\nActiveState={self.units[name].active}\n"
-            f"SubState=x\nTriggeredBy={self.units[name].triggers}\n"
+            f"SubState=x\nInvocationID={self.units[name].invocation}\n"
+            f"TriggeredBy={self.units[name].triggers}\n"
+            f"RequiredBy={self.units[name].required_by}\nWantedBy={self.units[name].wanted_by}\n"
             f"ControlGroup=/system.slice/{name}\nCanStop={self.units[name].can_stop}\n"
             if name in self.units
             else f"Id={name}\nLoadState=not-found\nActiveState=inactive\n"
@@ -132,13 +156,13 @@ class Host:
         )
 
     def _stop(self, body: str) -> Section:
-        names = body.rpartition(" -- ")[2].split()
-        shown = self._blocks(names)
+        names = named_units(body)
+        shown = self._blocks(self._with_dependents(names))
         if any(name not in self.units or self.units[name].can_stop == "no" for name in names):
             return Section(shown, REFUSED)
         triggers = [x for name in names for x in self.units[name].triggers.split()]
         shown = f"{shown}\n{self._blocks(triggers)}"
-        for name in [*triggers, *names]:
+        for name in [*triggers, *self._with_dependents(names)]:
             running = self.units[name].active not in ("inactive", "failed")
             for process in list(self.processes):
                 inside = f"/system.slice/{name}" in process.cgroups

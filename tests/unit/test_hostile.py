@@ -11,13 +11,15 @@ from pydantic import ValidationError
 
 from gpu_reclaim.commands import Result, Script, Section
 from gpu_reclaim.errors import BadInput, CommandFailed
+from gpu_reclaim.evidence import Evidence
 from gpu_reclaim.models import ReclaimPolicy, Verdict
 from gpu_reclaim.processes import parse_scan
+from gpu_reclaim.protected import never_stopped
 from gpu_reclaim.session import Session, look
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport, family
-from gpu_reclaim.verdict import Evidence, decide
-from gpu_reclaim.victims import choose, never_stopped
+from gpu_reclaim.verdict import decide
+from gpu_reclaim.victims import choose
 from unit.scenery import scan_text
 from unit.test_processes_parse import named
 from unit.values import app, process, reading, table

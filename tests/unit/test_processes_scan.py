@@ -28,11 +28,12 @@ def look(
     *,
     units: tuple[str, ...] = (),
     everybody: bool = False,
+    wide: bool = False,
     before: str = "",
     after: str = "",
     transport: LocalTransport | None = None,
 ) -> ProcessTable:
-    body = f"{before}\n{scan(devices, units=units, everybody=everybody)}"
+    body = f"{before}\n{scan(devices, units=units, everybody=everybody, wide=wide)}"
     # The scan ends with exit; what cleans up after it stands in a trap.
     script = Script("look", {"processes": f"trap '{after}' EXIT\n{body}" if after else body})
     result = (transport or LocalTransport()).run(script)
@@ -71,6 +72,26 @@ def test_another_number_is_another_device(tools: str, stage: Stage, root: None) 
 
     assert devices_of(look(NOTHING), holder) == []
     assert devices_of(look(DeviceSet(majors=(195, 5))), holder) == []
+
+
+@pytest.mark.parametrize("name", ["gpu", "odd name", "a -> b", "-> '", "x\ny"])
+def test_a_node_made_anywhere_is_found_by_a_wide_look(
+    tools: str, stage: Stage, root: None, name: str
+) -> None:
+    """A container may have its device nodes outside /dev, and under any name."""
+    holder = stage.start(OPEN.format(path=stage.node(name, 1, 5)))
+    other = stage.start(OPEN.format(path=stage.file("plain")))
+
+    assert devices_of(look(MEMORY), holder) == []
+    assert len(devices_of(look(MEMORY, wide=True), holder)) == 1
+    assert devices_of(look(MEMORY, wide=True), other) == []
+
+
+def test_a_wide_look_sees_what_a_narrow_one_does(tools: str, stage: Stage, root: None) -> None:
+    node = stage.node("nvidia0", 1, 5)
+    holder = stage.start(OPEN.format(path=node))
+
+    assert devices_of(look(MEMORY, wide=True), holder) == [f"{node} (fd)"]
 
 
 def test_a_dynamic_number_is_known_by_its_drivers_name(

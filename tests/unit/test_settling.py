@@ -9,9 +9,10 @@ import pytest
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import GpuReclaimError, LinkLost, Unreachable
 from gpu_reclaim.models import Process, ReclaimPolicy, Sample, Settled
-from gpu_reclaim.settling import MAX_PAUSE_S, elsewhere, settle, verify
+from gpu_reclaim.settling import MAX_PAUSE_S, settle
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
+from gpu_reclaim.verifying import verify
 from unit.scenery import Host, Scene, scan_text, scene
 from unit.values import process
 
@@ -321,7 +322,7 @@ def test_driver_services_of_the_node_are_no_suspects() -> None:
         process(73, exe="/usr/bin/nvidia-persistenced", cgroups=["/system.slice/a.service"])
     )
 
-    assert elsewhere(look_last(Host(used=[900]), node).session) == {}
+    assert verify(look_last(Host(used=[900]), node).session, POLICY).other_guests == {}
 
 
 @pytest.mark.parametrize("error", [Unreachable("pve: away"), LinkLost("pve: lost")])
@@ -335,11 +336,10 @@ def test_a_node_that_cannot_be_asked_leaves_the_question_open(error: GpuReclaimE
 def test_a_node_whose_answer_makes_no_sense_leaves_the_question_open() -> None:
     node = ScriptedTransport(lambda _: {"processes": "x"}, name="ssh root@pve")
 
-    assert elsewhere(look_last(Host(used=[900]), node).session) == {}
+    assert verify(look_last(Host(used=[900]), node).session, POLICY).other_guests == {}
 
 
 def test_without_a_node_nothing_is_asked_elsewhere() -> None:
     stage = scene(Host(used=[900]))
 
     assert verify(stage.session, POLICY).other_guests == {}
-    assert elsewhere(stage.session) == {}

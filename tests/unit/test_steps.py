@@ -23,8 +23,9 @@ from gpu_reclaim.errors import (
     Unreachable,
 )
 from gpu_reclaim.models import Outcome, ReclaimPolicy, StoppedUnit, Survey
+from gpu_reclaim.releasing import fuser_release, proxmox_exec_kill
 from gpu_reclaim.session import Session, look
-from gpu_reclaim.steps import fuser_release, proxmox_exec_kill, survey
+from gpu_reclaim.steps import survey
 from gpu_reclaim.stopping import stop_systemd
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
@@ -438,7 +439,7 @@ def test_a_process_replaced_in_between_is_not_touched() -> None:
 
     def hook(script: Script) -> None:
         if script.writes:
-            host.processes = [process(50, start_time=9999)]
+            host.processes = [process(50, start_time=9999, holds=False)]
 
     host.hook = hook
     stage = scene(host)
@@ -556,3 +557,66 @@ def test_units_of_a_session_get_their_full_names() -> None:
     assert list(served().session.units) == [SGLANG]
     with pytest.raises(BadInput):
         Session("llm", Links(), units=["*"])
+
+
+# Rounds.
+
+
+@pytest.mark.parametrize(("generations", "left"), [(1, 0), (2, 0), (9, 1)])
+def test_workers_that_start_others_are_ended_for_three_rounds(generations: int, left: int) -> None:
+    host = server(processes=[process(50)])
+    pids = iter(range(51, 99))
+    rest = [generations]
+
+    def hook(script: Script) -> None:
+        if script.writes and rest[0]:
+            rest[0] -= 1
+            host.processes.append(process(next(pids)))
+
+    host.hook = hook
+    outcome = fuser_release(scene(host).session, POLICY)
+
+    assert len(host.processes) == left
+    assert len(outcome.ended) == min(generations + 1, 3)
+
+
+def test_one_that_does_not_die_is_tried_once() -> None:
+    host = server(processes=[process(50)], immortal={50})
+    stage = scene(host)
+    outcome = fuser_release(stage.session, POLICY)
+
+    assert ended(outcome) == [(50, "D")]
+    assert len(stage.writes) == 1
+
+
+def test_mps_is_asked_to_quit_when_its_clients_are_gone() -> None:
+    mps_server = process(60, exe="/usr/bin/nvidia-cuda-mps-server", name="nvidia-cuda-mps-server")
+    host = server(processes=[process(50), mps_server])
+    host.mps = "mps ended 60\n"
+    stage = scene(host)
+    outcome = fuser_release(stage.session, POLICY)
+
+    assert stage.writes == ["end 1 processes", "ask MPS to quit"]
+    assert [(x.pid, x.signal, x.outcome) for x in outcome.ended] == [
+        (50, "TERM", "ended"),
+        (60, "quit", "ended"),
+    ]
+    assert outcome.spared == []
+
+
+def test_mps_that_stays_is_spared_and_says_why() -> None:
+    mps_server = process(60, exe="/usr/bin/nvidia-cuda-mps-server", name="nvidia-cuda-mps-server")
+    host = server(processes=[mps_server])
+    host.mps = "mps clients 60 4711\n"
+    outcome = fuser_release(scene(host).session, POLICY)
+
+    assert outcome.ended == []
+    assert outcome.spared[0].reason.endswith("after its clients; it still has clients (4711)")
+
+
+def test_mps_that_the_policy_protects_is_not_asked() -> None:
+    mps_server = process(60, exe="/usr/bin/nvidia-cuda-mps-server")
+    stage = scene(server(processes=[mps_server]))
+    fuser_release(stage.session, ReclaimPolicy(protect=["nvidia-cuda-mps-server"]))
+
+    assert stage.writes == []

@@ -12,8 +12,10 @@ from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import UnitState
 from gpu_reclaim.systemd import (
     REFUSED,
+    dependents,
     parse_show,
     show,
+    show_tree,
     stop,
     unit_name,
 )
@@ -131,11 +133,16 @@ class Systemctl:
         )
 
     def unit(
-        self, name: str, triggers: str = "", load: str = "loaded", can_stop: str = "yes"
+        self,
+        name: str,
+        triggers: str = "",
+        load: str = "loaded",
+        can_stop: str = "yes",
+        more: str = "",
     ) -> None:
         (self.folder / name).write_text(
             f"Id={name}\nNames={name}\nLoadState={load}\nActiveState=active\n"
-            f"TriggeredBy={triggers}\nCanStop={can_stop}\n"
+            f"TriggeredBy={triggers}\nCanStop={can_stop}\n{more}"
         )
 
     @property
@@ -186,6 +193,52 @@ def test_triggers_are_shown_and_stopped_before_their_units(systemctl: Systemctl)
         r"--no-ask-password|stop|--|a.socket|a.timer|c\x2d1.path|",
         "--no-ask-password|stop|--|a.service|b.service|c.service|",
     ]
+
+
+def test_what_is_stopped_along_is_shown_to_the_end(systemctl: Systemctl) -> None:
+    systemctl.unit("a.service", more="RequiredBy=b.service multi-user.target\nBoundBy=c.service\n")
+    systemctl.unit("b.service", triggers="b.socket", more="ConsistsOf=d.service a.service\n")
+    for name in ("c.service", "d.service", "multi-user.target", "b.socket"):
+        systemctl.unit(name, can_stop="no", load="loaded")
+    shown = parse_show(here({"show": show_tree(["a.service"])}).sections["show"])
+    result = here({"stop": stop(["a.service"])}).sections["stop"]
+
+    names = ["a.service", "b.service", "multi-user.target", "c.service", "d.service"]
+    assert [state.name for state in shown] == names
+    assert [state.name for state in parse_show(result)] == [*names, "b.socket"]
+    # Who is stopped along may itself refuse a stop by hand; its socket would bring it back.
+    assert result.code == 0
+    assert systemctl.stopped == [
+        "--no-ask-password|stop|--|b.socket|",
+        "--no-ask-password|stop|--|a.service|",
+    ]
+    assert dependents(shown, ["a.service"]) == {
+        "b.service": "a.service",
+        "multi-user.target": "a.service",
+        "c.service": "a.service",
+        "d.service": "b.service",
+    }
+
+
+def test_two_units_that_require_each_other_are_shown_once(systemctl: Systemctl) -> None:
+    systemctl.unit("a.service", more="RequiredBy=b.service\n")
+    systemctl.unit("b.service", more="RequiredBy=a.service\n")
+    shown = parse_show(here({"show": show_tree(["a.service"])}).sections["show"])
+
+    assert [state.name for state in shown] == ["a.service", "b.service"]
+    assert dependents(shown, ["a.service"]) == {"b.service": "a.service"}
+    assert dependents(shown, ["a.service", "b.service"]) == {}
+
+
+def test_a_hanging_stop_is_left_after_its_limit(systemctl: Systemctl) -> None:
+    systemctl.unit("a.service")
+    text = (systemctl.folder / "systemctl").read_text()
+    hang = '#!/bin/sh\ncase " $* " in *" stop "*) exec sleep 600;; esac\n'
+    (systemctl.folder / "systemctl").write_text(text.replace("#!/bin/sh\n", hang))
+    result = here({"stop": stop(["a.service"], limit_s=0.5)}).sections["stop"]
+
+    assert result.code in (124, 137, 143)
+    assert [state.name for state in parse_show(result)] == ["a.service"]
 
 
 @pytest.mark.parametrize(("load", "can_stop"), [("not-found", "yes"), ("loaded", "no")])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gpu_reclaim import errors
+from gpu_reclaim.evidence import Evidence
 from gpu_reclaim.models import (
     GOOD_VERDICTS,
     Ended,
@@ -17,7 +18,7 @@ from gpu_reclaim.models import (
     Spared,
     Verdict,
 )
-from gpu_reclaim.verdict import Evidence, decide, of_error
+from gpu_reclaim.verdict import decide, hopeless, of_error
 from unit.values import UUIDS, app, gpu, process, reading
 
 POLICY = ReclaimPolicy()
@@ -208,7 +209,10 @@ def test_a_new_process_with_an_old_pid_has_come_back() -> None:
 
 
 def test_who_starts_an_ownerless_holder_is_for_a_person_to_find() -> None:
-    assert "find what starts them" in decide(evidence(9, holders=[process(50)])).remedy
+    assert (
+        "`ps -eo pid,ppid,lstart,args` shows it"
+        in decide(evidence(9, holders=[process(50)])).remedy
+    )
 
 
 def test_one_that_will_not_die_outweighs_one_that_came_back() -> None:
@@ -256,9 +260,9 @@ def test_memory_of_one_that_is_dead_but_not_gone(outcome: str) -> None:
         (spared(), [app(0, 60, 50)], STRICT, Verdict.HELD_BY_PROTECTED),
         (spared(), [app(0, 61, 900)], POLICY, Verdict.HELD_BY_PROTECTED),
         (spared(devices=[]), [app(0, 60, 900)], POLICY, Verdict.HELD_UNSEEN),
-        (spared(name="nvidia-persistenced"), [], POLICY, Verdict.HELD_UNSEEN),
-        (spared(name="nvidia-persistenced"), [app(0, 60, None)], POLICY, Verdict.HELD_UNSEEN),
-        (spared(name="nv-hostengine"), [app(0, 60, 900)], POLICY, Verdict.HELD_BY_PROTECTED),
+        (spared(idle=True), [], POLICY, Verdict.HELD_UNSEEN),
+        (spared(idle=True), [app(0, 60, None)], POLICY, Verdict.HELD_UNSEEN),
+        (spared(idle=True), [app(0, 60, 900)], POLICY, Verdict.HELD_BY_PROTECTED),
         (spared(name="Xorg"), [], POLICY, Verdict.HELD_BY_PROTECTED),
     ],
 )
@@ -278,6 +282,130 @@ def test_memory_that_nobody_is_seen_to_hold() -> None:
     assert "GPU 0: 900 MiB in use" in finding.summary
 
 
+# Clues for whoever has to look.
+
+
+def test_a_unit_of_the_host_that_runs_again_is_never_clean() -> None:
+    again = {"sglang.service": ["sglang.timer", "gateway.service"]}
+    finding = decide(evidence(0, running_again=again))
+
+    assert finding.verdict == Verdict.RESPAWNED
+    assert "sglang.service (perhaps by sglang.timer, gateway.service)" in finding.summary
+    assert "systemctl stop gateway.service sglang.timer" in finding.remedy
+
+
+def test_a_unit_that_somebody_started_by_hand_is_looked_for_in_the_journal() -> None:
+    finding = decide(evidence(0, running_again={"sglang.service": []}))
+
+    assert "`journalctl -u sglang.service` and `last`" in finding.remedy
+
+
+def test_who_started_a_new_holder_is_named() -> None:
+    finding = decide(evidence(9, holders=[process(50)], starters={50: "supervise (pid 7, none)"}))
+
+    assert "started by supervise (pid 7, none)" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("process_state", "expected"), [("D", Verdict.UNKILLABLE), ("Z", Verdict.ZOMBIE)]
+)
+def test_one_that_was_undead_before_we_came(process_state: str, expected: Verdict) -> None:
+    undead = [process(50, holds=False, state=process_state, ppid=7)]
+    finding = decide(evidence(900, undead=undead))
+
+    assert finding.verdict == expected
+    assert "sglang::scheduler (pid 50)" in finding.summary
+    assert verdict(0, undead=undead) == Verdict.CLEAN
+    assert "pid 7" in finding.remedy or expected == Verdict.UNKILLABLE
+
+
+def test_pids_that_mean_nobody_here_are_told() -> None:
+    finding = decide(evidence(900, strangers=["pid 7001, which is not here"], inside=["x (pid 9)"]))
+
+    assert finding.verdict == Verdict.HELD_UNSEEN
+    assert "nvidia-smi lists pid 7001, which is not here" in finding.summary
+    assert "the node sees x (pid 9) in this guest" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("driver", "mig", "word"),
+    [
+        ("470.256.02", False, "drivers before 510"),
+        ("418.40.04", False, "drivers before 510"),
+        ("510.39.01", False, "Proxmox node"),
+        ("590.48.01", False, "Proxmox node"),
+        ("590.48.01", True, "MIG instances"),
+        ("", False, "Proxmox node"),
+        ("[N/A]", False, "Proxmox node"),
+    ],
+)
+def test_what_memory_in_use_means_depends_on_driver_and_mode(
+    driver: str, mig: bool, word: str
+) -> None:
+    finding = decide(evidence(400, driver=driver, mig=mig))
+
+    assert finding.verdict == Verdict.HELD_UNSEEN
+    assert word in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (["/dev/nvidia0 (fd)"], Verdict.HELD_BY_PROTECTED),
+        (["/dev/nvidia12 (map)"], Verdict.HELD_BY_PROTECTED),
+        (["/dev/nvidia0 (deleted) (fd)"], Verdict.HELD_BY_PROTECTED),
+        (["/dev/nvidiactl (fd)", "/dev/nvidia-uvm (fd)"], Verdict.HELD_UNSEEN),
+        (["/dev/nvidia-caps/nvidia-cap1 (fd)"], Verdict.HELD_UNSEEN),
+    ],
+)
+def test_without_a_gpus_own_node_nobody_has_memory(devices: list[str], expected: Verdict) -> None:
+    assert verdict(900, spared=[spared(devices=devices)]) == expected
+
+
+def test_memory_on_unwanted_gpus_makes_nobody_guilty() -> None:
+    """Of a protected process, only the memory on wanted GPUs counts."""
+    after = reading(900, 50_000, apps=[app(1, 60, 50_000), app(0, 60, 20)])
+    policy = ReclaimPolicy(gpus=[0])
+
+    assert verdict(0, 0, before=after, after=after, spared=[spared()], policy=policy) == (
+        Verdict.HELD_UNSEEN
+    )
+
+
+# What is certain before anything is touched.
+
+
+@pytest.mark.parametrize(
+    ("row", "listed", "refused"),
+    [
+        (spared(), [app(0, 60, 900)], True),
+        (spared(), [app(0, 60, 90)], False),
+        (spared(), [app(0, 60, None)], False),
+        (spared(), [], False),
+        (spared(by_command=True), [app(0, 60, 900)], False),
+        (spared(devices=[]), [app(0, 60, 900)], False),
+        (spared(straddles=True), [], True),
+    ],
+)
+def test_a_reclaim_in_vain_is_refused_first(
+    row: Spared, listed: list[object], refused: bool
+) -> None:
+    after = reading(900, apps=listed)  # type: ignore[arg-type]
+    finding = hopeless(evidence(900, before=after, after=after, spared=[row]))
+
+    assert (finding is not None) == refused
+    assert finding is None or finding.verdict == Verdict.HELD_BY_PROTECTED
+
+
+def test_the_remedy_has_the_command_that_stops_it() -> None:
+    row = spared(command="docker stop 0f0f")
+    finding = decide(evidence(900, spared=[row]))
+
+    assert finding.remedy == (
+        "stop it yourself if it may be stopped: docker stop 0f0f, then run this again"
+    )
+
+
 # Errors.
 
 
@@ -295,6 +423,7 @@ def test_memory_that_nobody_is_seen_to_hold() -> None:
         (errors.Incomplete, Verdict.UNKNOWN),
         (errors.BadAnswer, Verdict.UNKNOWN),
         (errors.CommandFailed, Verdict.UNKNOWN),
+        (errors.CameBack, Verdict.RESPAWNED),
         (errors.GuestRefused, Verdict.UNKNOWN),
     ],
 )

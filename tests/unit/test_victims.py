@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from gpu_reclaim.models import GpuReading, Process, ProcessTable, ReclaimPolicy
+from gpu_reclaim.protected import PROTECTED, never_stopped
 from gpu_reclaim.victims import (
     MAX_UNREAD_ROWS,
-    PROTECTED,
     UNREAD,
     Choice,
     choose,
@@ -83,10 +83,38 @@ def test_with_some_gpus_wanted_only_who_computes_there_is_ended() -> None:
     assert sorted_out(process(50), process(51), process(52), policy=policy, seen=seen) == ([51], {})
 
 
-def test_a_process_on_a_wanted_and_an_unwanted_gpu_is_ended() -> None:
+def test_a_process_on_a_wanted_and_an_unwanted_gpu_is_spared() -> None:
     seen = reading(500, 500, apps=[app(0, 50), app(1, 50)])
+    choice = choose(table(process(50)), seen, ReclaimPolicy(gpus=[1]))
 
-    assert sorted_out(process(50), policy=ReclaimPolicy(gpus=[1]), seen=seen) == ([50], {})
+    assert choice.victims == []
+    assert [(row.reason, row.straddles) for row in choice.spared] == [
+        ("it also uses GPU 0, which you did not ask for", True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "spared"),
+    [
+        ("/system.slice/sglang.service", "unit sglang.service"),
+        ("/system.slice/run-r1.scope", "scope run-r1.scope"),
+        (f"/system.slice/docker-{'ab' * 32}.scope", "container docker abababababab"),
+        ("/user.slice/user-0.slice/session-3.scope", ""),
+        ("/", ""),
+    ],
+)
+def test_one_of_a_group_that_uses_other_gpus_too_is_spared(cgroup: str, spared: str) -> None:
+    """Ending one worker of a server stops the others' work; a login session is no such group."""
+    seen = reading(500, 500, apps=[app(0, 50), app(1, 51)])
+    both = [process(pid, cgroups=[cgroup]) for pid in (50, 51)]
+    policy = ReclaimPolicy(gpus=[1], match=["python"])
+    choice = choose(table(*both), seen, policy)
+
+    assert [x.pid for x in choice.victims] == ([] if spared else [51])
+    reasons = {row.pid: row.reason for row in choice.spared}
+    if spared:
+        assert reasons[51] == f"its {spared} also uses GPU 0, which you did not ask for"
+    assert reasons[50] == "it also uses GPU 0, which you did not ask for"
 
 
 def test_a_pid_that_only_nvidia_smi_names_is_no_victim() -> None:
@@ -294,3 +322,66 @@ def test_a_match_that_means_everybody_or_nothing_is_refused(pattern: str) -> Non
 def test_an_empty_protection_is_refused() -> None:
     with pytest.raises(ValueError, match="protects nothing"):
         ReclaimPolicy(protect=[" "])
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "command"),
+    [
+        ("/system.slice/slurmstepd.scope/job_71/step_0/user/task_0", "scancel 71"),
+        ("/slurm/uid_1000/job_71/step_batch/task_0", "scancel 71"),
+        (f"/actions_job/{'0f' * 32}", "its engine's own command"),
+        (f"/system.slice/nerdctl-{'0f' * 32}.scope", "nerdctl stop 0f0f0f0f0f0f"),
+    ],
+)
+def test_what_another_manager_runs_is_spared_unless_named(cgroup: str, command: str) -> None:
+    job = process(50, cgroups=[cgroup])
+    row = choose(table(job), reading(500), ReclaimPolicy()).spared[0]
+
+    assert row.reason.endswith(f"stop that with: {command}")
+    assert row.command in (command, "")
+    assert [
+        x.pid for x in choose(table(job), reading(500), ReclaimPolicy(match=["sglang"])).victims
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unit", "named", "never"),
+    [
+        ("nvidia-dcgm.service", [], True),
+        ("nvidia-dcgm.service", ["nvidia-dcgm.service"], False),
+        ("nvidia-fabricmanager.service", ["nvidia-dcgm.service"], True),
+        ("ssh.service", ["ssh.service"], True),
+        ("sglang.service", [], False),
+    ],
+)
+def test_a_unit_of_the_driver_is_stopped_only_when_named(
+    unit: str, named: list[str], never: bool
+) -> None:
+    assert never_stopped(unit, named) == never
+
+
+@pytest.mark.parametrize(
+    ("exe", "cgroup", "idle", "by_command"),
+    [
+        ("/usr/bin/nvidia-persistenced", "/", True, False),
+        ("/usr/bin/node_exporter", "/", True, False),
+        ("/usr/lib/xorg/Xorg", "/", False, False),
+        ("/usr/bin/nvidia-cuda-mps-server", "/", False, True),
+        ("/usr/bin/nvidia-cuda-mps-server", f"/docker/{'0f' * 32}", False, False),
+        ("/usr/bin/nvidia-cuda-mps-control", "/", False, False),
+    ],
+)
+def test_what_is_known_of_the_protected(
+    exe: str, cgroup: str, idle: bool, by_command: bool
+) -> None:
+    seen = table(process(50, exe=exe, cgroups=[cgroup]))
+    row = choose(seen, reading(500), ReclaimPolicy()).spared[0]
+
+    assert (row.idle, row.by_command) == (idle, by_command)
+
+
+def test_mps_is_not_asked_to_quit_when_only_some_gpus_are_wanted() -> None:
+    server = process(50, exe="/usr/bin/nvidia-cuda-mps-server")
+    listed = reading(500, 500, apps=[app(0, 50)])
+
+    assert not choose(table(server), listed, ReclaimPolicy(gpus=[0])).spared[0].by_command
