@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_reclaim.commands import ANY_MACHINE, REMOTE_SLACK_S, Guard, Result, Script, frame, unframe
+from gpu_reclaim.commands import (
+    ANY_MACHINE,
+    REMOTE_SLACK_S,
+    Framed,
+    Guard,
+    Result,
+    Script,
+    frame,
+    unframe,
+)
 from gpu_reclaim.containers import not_running, pct_exec, refusal
-from gpu_reclaim.errors import GuestStopped
+from gpu_reclaim.errors import GuestStopped, TimedOut
 from gpu_reclaim.transport import Transport
 
 
@@ -43,7 +52,10 @@ class PctTransport:
             timeout_s=script.timeout_s + 2 * REMOTE_SLACK_S,
             writes=script.writes,
         )
-        result = self._node.run(outer)
+        try:
+            result = self._node.run(outer)
+        except TimedOut as late:
+            raise self._hung(late, framed) from late
         section = result.section("pct")
         error = refusal(self._node.name, self._vmid, self._guard.hostname, section)
         if error is None and not_running(result.stderr):
@@ -55,6 +67,19 @@ class PctTransport:
             result, script=script, where=self.name, stdout=section.text, exit_code=section.code
         )
         return unframe(framed, raw)
+
+    def _hung(self, error: TimedOut, framed: Framed) -> TimedOut:
+        """What it means that there was no end in time, where entering the container hung."""
+        said = error.result.stdout if error.result else ""
+        if "pct status: running\n" not in said or f"{framed.mark} begin" in said:
+            return error
+        return TimedOut(
+            f"{self.name}: {framed.script.name} did not begin within "
+            f"{framed.script.timeout_s:g} s: entering the container hangs",
+            remedy=f"see on the node whether it is frozen (`lxc-info -n {self._vmid} -s`): "
+            f"`pct resume {self._vmid}` lets it go on; else see its memory and the node's load",
+            result=error.result,
+        )
 
     def close(self) -> None:
         """Close the connection to the node."""

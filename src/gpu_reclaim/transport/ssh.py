@@ -25,7 +25,7 @@ from gpu_reclaim.commands import (
 from gpu_reclaim.errors import BadAnswer, BadInput, LinkLost, TimedOut, Unreachable
 from gpu_reclaim.transport.host_keys import SSH_PORT
 from gpu_reclaim.transport.ssh_exchange import MAX_OUTPUT, Ending, Exchange, converse, start
-from gpu_reclaim.transport.ssh_link import Link, connect
+from gpu_reclaim.transport.ssh_link import CONNECT_FAILED, Link, connect
 from gpu_reclaim.transport.ssh_options import SshOptions, prepare
 from gpu_reclaim.transport.ssh_refusals import raise_if_not_started
 
@@ -33,6 +33,9 @@ __all__ = ["SshOptions", "SshTransport"]
 
 LAST_WORD_S = 0.2
 """Seconds granted to paramiko's thread, which closes channels just before it notes the loss."""
+
+NEXT_SESSION_S = 2
+"""Seconds granted to sshd to count the last session out, where it allows one (MaxSessions 1)."""
 
 
 class SshTransport:
@@ -148,7 +151,7 @@ class SshTransport:
         """A new channel; where an old connection proves dead, on a new one."""
         if self._link is not None and self._link.alive:
             try:
-                return self._link, _open(self._link)
+                return self._link, _open_next(self._link)
             except paramiko.ChannelException as error:
                 raise _no_session(self._hop.where, "it opens no session", error) from error
             except (paramiko.SSHException, EOFError, OSError):
@@ -168,8 +171,21 @@ def _open(link: Link) -> paramiko.Channel:
     return link.transport.open_session(timeout=limit)
 
 
+def _open_next(link: Link) -> paramiko.Channel:
+    """Another channel; one that is refused was never opened, so asking again is safe."""
+    until = time.monotonic() + NEXT_SESSION_S
+    while True:
+        try:
+            return _open(link)
+        except paramiko.ChannelException as error:
+            if error.code != CONNECT_FAILED or time.monotonic() >= until:
+                raise
+        time.sleep(0.02)
+
+
 def _no_session(where: str, what: str, error: Exception) -> Unreachable:
-    words = printable(str(error) or type(error).__name__, limit=200)
+    said = error.text if isinstance(error, paramiko.ChannelException) else str(error)
+    words = printable(said or type(error).__name__, limit=200)
     return Unreachable(
         f"{where}: logged in, but {what}: {words}",
         remedy="see sshd's log on the host (MaxSessions, ForceCommand, a full process table)",

@@ -10,7 +10,7 @@ from typing import cast
 import paramiko
 from paramiko.ssh_exception import IncompatiblePeer
 
-from gpu_reclaim.commands import printable
+from gpu_reclaim.commands import decode, printable
 from gpu_reclaim.errors import Unreachable
 from gpu_reclaim.transport.host_keys import HostKey
 from gpu_reclaim.transport.ssh_login import log_in
@@ -22,7 +22,11 @@ PARAMIKO_LOG = f"{__name__}.paramiko"
 its meaning; set this logger's level to see them."""
 
 CONNECT_FAILED = 2
-"""SSH_OPEN_CONNECT_FAILED (RFC 4254, 5.1): the jump host tried, and got no connection."""
+"""SSH_OPEN_CONNECT_FAILED (RFC 4254, 5.1): the jump host tried, and got no connection; or sshd
+allows no more sessions on this one."""
+
+TURNED_AWAY = ("Exceeded MaxStartups", "Not allowed at this time")
+"""What OpenSSH says in place of a greeting when it drops a connection (sshd.c, 9.2 and 9.8)."""
 
 logging.getLogger(PARAMIKO_LOG).setLevel(logging.CRITICAL)
 
@@ -175,10 +179,7 @@ def _no_handshake(link: Link, error: Exception) -> Unreachable:
             remedy="see sshd's log on the host: `journalctl -u ssh -u sshd`",
         )
     if link.wire.heard:
-        return Unreachable(
-            f"{where}: what answers there is not an SSH server: {_words(error)}",
-            remedy="check the port",
-        )
+        return _no_greeting(where, link.wire.heard)
     if link.wire.ended:
         return Unreachable(
             f"{where}: it ended the connection before a word was said",
@@ -187,7 +188,22 @@ def _no_handshake(link: Link, error: Exception) -> Unreachable:
         )
     return Unreachable(
         f"{where}: it accepts connections but sent no SSH greeting within {limit:g} s",
-        remedy="check the port; if it is right, see whether the host hangs: memory, disk, sshd",
+        remedy="check the port; if it is right, see whether the host hangs (memory, disk, sshd), "
+        "or is a frozen guest",
+    )
+
+
+def _no_greeting(where: str, heard: bytes) -> Unreachable:
+    said = printable(decode(heard).strip().partition("\n")[0].strip(), limit=100)
+    if said in TURNED_AWAY:
+        return Unreachable(
+            f"{where}: its sshd takes no more connections for now: it said {said!r}",
+            remedy="try again; if it stays so, see who logs in there all the time, and MaxStartups "
+            "and PerSourcePenalties in sshd_config: `journalctl -u ssh -u sshd` on the host",
+        )
+    return Unreachable(
+        f"{where}: what answers there is not an SSH server: it said {said!r}",
+        remedy="check the port",
     )
 
 

@@ -53,7 +53,7 @@ class Wire:
 
     Attributes:
         deadline: Monotonic time after which a blocked write fails; None: never.
-        heard: Something was received.
+        heard: The first bytes that were received.
         ended: The far side closed it, or it broke.
     """
 
@@ -61,7 +61,7 @@ class Wire:
         self._stream = stream
         self._closed = False  # read by `paramiko.Transport.stop_thread`
         self.deadline: float | None = None
-        self.heard = False
+        self.heard = b""
         self.ended = False
 
     def send(self, data: bytes) -> int:
@@ -87,7 +87,7 @@ class Wire:
         except OSError:
             self.ended = True
             raise
-        self.heard = self.heard or bool(data)
+        self.heard = self.heard or data
         self.ended = self.ended or not data
         return data
 
