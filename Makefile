@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint test-exhaustive benchmark clean
+.PHONY: help demo test kinds lint test-exhaustive benchmark gpu-check docs clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -14,6 +14,15 @@ demo: .venv/installed
 ## make test              everything that is tested; installs what it needs (root: all of it)
 test:
 	PYTHON="$(PYTHON)" sh tests/run.sh
+
+## make kinds             every kind of hostile day on the real guest, counted; needs root
+kinds: .venv/dev
+	sh tests/lab/install.sh
+	$(BIN)/pytest -q tests/guest/test_guest_kinds.py tests/unit/test_kinds.py
+
+## make test-exhaustive   the long walks: thousands of random examples a property, reused pids
+test-exhaustive: .venv/dev
+	$(BIN)/pytest -m exhaustive tests
 
 ## make lint              ruff, mypy and import-linter
 lint: .venv/dev
@@ -45,6 +54,14 @@ MODULES := $(wildcard src/gpu_reclaim/*.py src/gpu_reclaim/*/*.py blocks/*.py ta
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e '.[dev]'
 	touch .venv/installed $@
+
+## make gpu-check         the promises, on this machine's real, idle GPUs; needs root
+gpu-check: .venv/installed
+	$(BIN)/python benchmarks/gpu_check.py
+
+## make docs              write the table of verdicts anew from the code
+docs: .venv/installed
+	$(BIN)/python docs/write_verdicts.py
 
 ## make clean             remove the virtual environment and what was built
 clean:

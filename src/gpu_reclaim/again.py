@@ -17,11 +17,12 @@ def running_again(session: Session, after: Sequence[UnitState]) -> dict[str, lis
         return {}
     sources = {state.name: _sources(state) for state in active}
     asked = sorted({name for names in sources.values() for name in names})
-    live: set[str] = set()
+    live = set(asked)
     if asked:
         script = Script("look at what starts units", {"units": systemd.show(asked)})
         states = systemd.parse_show(session.links.run(script).section("units"))
-        live = {state.name for state in states if state.active}
+        # Of whom systemd says nothing, it is not known that it is down.
+        live -= {state.name for state in states if not state.active}
     return {unit: [name for name in names if name in live] for unit, names in sources.items()}
 
 

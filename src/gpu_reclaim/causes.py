@@ -111,14 +111,16 @@ UNSEEN_RESERVE = Cause(
 UNLISTED = Cause(
     Verdict.HELD_UNSEEN,
     "Only some GPUs are wanted, and nothing tells who uses which.",
-    "Memory above the limit on a wanted GPU, and unprotected holders that nvidia-smi does not "
-    "list: every CUDA program opens every GPU's node, so the nodes do not tell.",
-    "reclaim all GPUs of the host; inside a container nvidia-smi often lists no process",
+    "Unprotected holders of GPU nodes that nvidia-smi does not list: every CUDA program opens "
+    "every GPU's node, so the nodes do not tell.",
+    "reclaim all GPUs of the host (inside a container nvidia-smi often lists no process), or name "
+    "in `protect` what only watches them",
 )
 STUCK = Cause(
     Verdict.UNKILLABLE,
     "A process stays although it was sent KILL: it waits in the kernel.",
-    "It still holds devices after TERM and KILL, or was left in state D with the memory in use.",
+    "It is there at the end after TERM and KILL, or is in state D with the memory in use, having "
+    "held a device before or being listed by nvidia-smi.",
     "a process in state D waits for the kernel, mostly for the driver: see `dmesg`, and plan a "
     "reboot of the machine that runs the driver; do not try again before",
 )
@@ -137,8 +139,9 @@ CAME_BACK = Cause(
 )
 RESTARTS = Cause(
     Verdict.RESPAWNED,
-    "A unit outside the host's units is about to bring its holder back.",
-    "A unit of which a process was ended is in `activating (auto-restart)`.",
+    "A unit outside the host's units brings its holder back.",
+    "A unit of which a process was ended is `activating`, or runs in another invocation, though it "
+    "may hold no GPU yet.",
     "stop it: systemctl stop {units}; or add it to the host's units",
 )
 RUNS_AGAIN = Cause(

@@ -207,13 +207,13 @@ def unframe(framed: Framed, raw: Result) -> Result:
         Incomplete: The end marker is missing.
     """
     mark = framed.mark
-    refused = re.search(rf"^{mark} refused (\S+) ?(.*)$", raw.stdout, re.M)
+    refused = re.search(rf"^{mark} refused (\S*) ?(.*)$", raw.stdout, re.M)
     if refused:
         raise _mismatch(framed.guard, refused[1], printable(refused[2]), raw)
     if f"\n{mark} end\n" not in f"\n{raw.stdout}\n":
         raise _unfinished(framed.script, raw)
     found = re.findall(
-        rf"^{mark} section ([^\n]+)\n(.*?)\n{mark} code (\d+)$", raw.stdout, re.M | re.S
+        rf"^{mark} section ([^\n]+)\n(.*?)\n{mark} code ([0-9]{{1,3}})$", raw.stdout, re.M | re.S
     )
     sections = {name: Section(text, int(code)) for name, text, code in found}
     return Result(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpu_reclaim.models import Ended, Gpu, GpuReading, Process, ReclaimPolicy, Settled, Spared
@@ -19,6 +19,8 @@ class Evidence:
         settled: How the wait before the last look went; None: there was none.
         expected_gpus: How many GPUs the host must have; None: as many as before.
         holders: Unprotected holders at the end.
+        known: Who was there before anything was touched, as (pid, start time).
+        survivors: Processes that were sent KILL and are there at the end, holders or not.
         starters: Pid of such a holder to who started it, where that is known.
         spared: Who was left alone at the end, and why.
         ended: Whom we signalled, and what became of them.
@@ -31,6 +33,7 @@ class Evidence:
         blind: Other users' processes cannot be looked into at all.
         unlisted: Unprotected holders of which nvidia-smi does not tell the GPU, when only some
             GPUs are wanted.
+        trusted: Everybody that nvidia-smi lists is a holder here; else its pids mean nobody.
         strangers: Pids that nvidia-smi lists and that are no holders here.
         other_guests: Where else (`guest 130`, `the node itself`) to the processes that hold the
             devices there, seen from the node.
@@ -45,6 +48,8 @@ class Evidence:
     settled: Settled | None = None
     expected_gpus: int | None = None
     holders: Sequence[Process] = ()
+    known: Collection[tuple[int, int]] = ()
+    survivors: Sequence[Process] = ()
     starters: Mapping[int, str] = field(default_factory=dict)
     spared: Sequence[Spared] = ()
     ended: Sequence[Ended] = ()
@@ -54,6 +59,7 @@ class Evidence:
     uninspected: int = 0
     blind: bool = False
     unlisted: Sequence[str] = ()
+    trusted: bool = True
     strangers: Sequence[str] = ()
     other_guests: Mapping[str, Sequence[str]] = field(default_factory=dict)
     inside: Sequence[str] = ()
@@ -72,12 +78,11 @@ class Evidence:
 
     @property
     def listed_mib(self) -> dict[int, int | None]:
-        """Pid to the MiB that nvidia-smi says it uses on wanted GPUs; None: it gives no number."""
+        """Pid to the most MiB that nvidia-smi says it uses on a wanted GPU; None: no number."""
         wanted = {gpu.uuid for gpu in self.wanted}
         found: dict[int, int | None] = {}
-        for app in self.after.apps:
+        for app in self.after.apps if self.trusted else ():
             if app.gpu_uuid in wanted:
-                known = found.get(app.pid, 0)
-                both = known is not None and app.memory_used_mib is not None
-                found[app.pid] = (known or 0) + (app.memory_used_mib or 0) if both else None
+                known = [x for x in (found.get(app.pid), app.memory_used_mib) if x is not None]
+                found[app.pid] = max(known, default=None)
         return found

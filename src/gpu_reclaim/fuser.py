@@ -36,5 +36,5 @@ def look(prefixes: Iterable[str], limit_s: float = TIME_LIMIT_S) -> str:
 
 def parse(section: Section) -> list[int]:
     """The pids fuser named, in order, once each."""
-    pids = re.findall(r"\d+", " ".join(section.lines("fuser")), re.ASCII)
-    return sorted({int(pid) for pid in pids})
+    words = re.findall(r"[0-9]+", " ".join(section.lines("fuser")))
+    return sorted({int(word) for word in words if re.fullmatch(r"[1-9][0-9]{0,9}", word)})

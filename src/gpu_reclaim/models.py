@@ -219,6 +219,7 @@ class ProcessTable(BaseModel):
         ourselves: Our own shell on the host and its ancestors.
         processes: Holders, members of the asked units' control groups, and, if asked, all others.
         uninspected: Processes whose descriptors could not be read.
+        cut: Some descriptors of files outside /dev could not be followed in time.
         root: We look as root; others see only their own processes' descriptors.
         fuser_only: Pids that fuser named and the scan did not confirm.
     """
@@ -228,6 +229,7 @@ class ProcessTable(BaseModel):
     ourselves: list[int] = []
     processes: list[Process] = []
     uninspected: list[int] = []
+    cut: bool = False
     root: bool = True
     fuser_only: list[int] = []
 

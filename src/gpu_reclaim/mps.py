@@ -78,12 +78,14 @@ def parse_quit(
     section: Section, servers: Sequence[Spared], starts: dict[int, int], via: str
 ) -> tuple[list[Ended], dict[int, str]]:
     """Servers that ended, and pid to why another did not."""
-    ended, left = [], {}
+    ended: list[Ended] = []
+    left: dict[int, str] = {}
     said = section.lines("mps")
     for row in servers:
         line = next((x for x in said if re.match(rf"[a-z]+ {row.pid}\b", x)), "no-control")
         word = line.split()[0]
-        if word == "ended":
+        # One daemon ends all its servers, so another may be gone when its turn comes.
+        if word == "ended" or (word == "gone" and ended):
             ended.append(
                 Ended(
                     pid=row.pid,

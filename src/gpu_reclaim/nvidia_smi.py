@@ -43,8 +43,8 @@ WARNING_CODES = (0, 14)
 """14 (infoROM corrupt) is a warning: the rows are valid (nvidia-smi's manual)."""
 
 _FAULT = re.compile(r"unknown error|gpu is lost|err!|reset required|requires re(set|start)", re.I)
-_ROW = re.compile(r"\s*\d+\s*,")
-_UUID = re.compile(r"(GPU|MIG)-[0-9a-fA-F-]{8,}$")
+_ANY_UUID = re.compile(r"(GPU|MIG)-[0-9a-fA-F-]{8,}")
+_ROW = re.compile(rf"\s*\d|.*{_ANY_UUID.pattern}")
 
 
 def query_gpus(limit_s: float = TIME_LIMIT_S) -> str:
@@ -100,11 +100,14 @@ def _problem(section: Section, lines: list[str], rows: list[Gpu | None], gpus: l
 def _gpu(line: str) -> Gpu | None:
     # A board's name may hold a comma, so the row is read from both ends.
     parts = [part.strip() for part in line.split(",")]
-    if len(parts) < len(GPU_FIELDS) or not parts[0].isascii() or not parts[0].isdigit():
+    if len(parts) < len(GPU_FIELDS) or not re.fullmatch(r"\d{1,4}", parts[0], re.ASCII):
         return None
     used, total = parts[-2:]
     uuid, name = parts[1], ", ".join(parts[2:-2])
-    if not _UUID.match(uuid) and not _FAULT.search(uuid):
+    if not _ANY_UUID.fullmatch(uuid) and not _FAULT.search(uuid):
+        return None
+    # Two rows run into one another would read as the first one's name and the second one's memory.
+    if _ANY_UUID.search(",".join(parts[2:])):
         return None
     notes = {text for text in (uuid, name, used, total) if _FAULT.search(text)}
     if mib(used) is None:
@@ -121,7 +124,7 @@ def _gpu(line: str) -> Gpu | None:
 
 def mib(text: str) -> int | None:
     """A number of MiB, or None for `[N/A]`, `[Unknown Error]` and whatever else is no number."""
-    match = re.fullmatch(r"(\d{1,9})(?: MiB)?", text.strip(), re.ASCII)
+    match = re.fullmatch(r"(0|[1-9]\d{0,8})(?: MiB)?", text.strip(), re.ASCII)
     return int(match[1]) if match else None
 
 

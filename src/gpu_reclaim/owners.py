@@ -44,16 +44,22 @@ def owner(cgroups: Iterable[str]) -> Owner:
     """The owner behind a process's control group paths.
 
     Args:
-        cgroups: Paths of every hierarchy; the first that says something decides.
+        cgroups: Paths of every hierarchy. A guest named by any of them outweighs all else, then a
+            container or a Slurm step; otherwise the path that says most decides.
     """
-    for path in sorted(cgroups, key=len, reverse=True):
-        guest = _GUEST.match(path)
-        if guest:
-            return Owner(kind="guest", name=next(name for name in guest.groups() if name))
-        found = _inside(path)
-        if found:
-            return found
-    return Owner(kind="none")
+    paths = sorted(cgroups, key=len, reverse=True)
+    guests = [match for match in map(_GUEST.match, paths) if match]
+    if guests:
+        return Owner(kind="guest", name=next(name for name in guests[0].groups() if name))
+    found = [of for of in map(_inside, paths) if of]
+    managed = [of for of in found if of.kind in ("container", "Slurm step")]
+    return next(iter([*managed, *found]), Owner(kind="none"))
+
+
+def services(cgroups: Iterable[str]) -> list[str]:
+    """Every service that any of the paths goes through, in order, once each."""
+    parts = [part for path in cgroups for part in path.split("/")]
+    return list(dict.fromkeys(part for part in parts if part.endswith(".service")))
 
 
 def _inside(path: str) -> Owner | None:

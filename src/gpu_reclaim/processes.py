@@ -8,9 +8,12 @@ from gpu_reclaim.commands import Result, Section, printable
 from gpu_reclaim.errors import BadAnswer
 from gpu_reclaim.models import Process, ProcessTable
 from gpu_reclaim.owners import guest_prefix
-from gpu_reclaim.scanning import NVIDIA, DeviceSet, scan
+from gpu_reclaim.scanning import CUT, NVIDIA, DeviceSet, scan
 
 __all__ = ["NVIDIA", "DeviceSet", "parse_scan", "scan"]
+
+
+_PID = re.compile(r"[1-9][0-9]{0,9}")
 
 
 def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) -> ProcessTable:
@@ -20,7 +23,7 @@ def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) ->
         BadAnswer: It lacks the lines that every Linux gives.
     """
     namespace = section.value("ns")
-    ourselves = [int(pid) for pid in section.lines("self") if pid.isdigit()]
+    ourselves = [int(pid) for pid in section.lines("self") if _PID.fullmatch(pid)]
     if not namespace.startswith("pid:[") or not ourselves:
         raise BadAnswer(
             f"{result.where}: /proc could not be read, so its processes are unknown",
@@ -47,6 +50,7 @@ def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) ->
         boot_id=section.value("boot"),
         ourselves=ourselves,
         processes=[x for x in processes if not _our_own(x, section, parents, ourselves[0])],
+        cut=CUT in result.stderr,
         root=section.value("uid") in ("", "0"),
         uninspected=sorted(_denied(result.stderr) | _unread_maps(section, held) | unseen),
     )
@@ -74,7 +78,9 @@ def _held(section: Section, devices: DeviceSet) -> dict[int, set[str]]:
     majors = _majors(section, devices)
     held: dict[int, set[str]] = {}
     for line in section.lines("link"):
-        match = re.fullmatch(r"'?((\d+)(?:/task/\d+)?/fd/\d+)'? -> '?(.*?)'?", line)
+        match = re.fullmatch(
+            r"'?(([1-9][0-9]{0,9})(?:/task/[0-9]+)?/fd/[0-9]+)'? -> '?(.*?)'?", line
+        )
         if match and _counts(numbers.get(match[1]), match[3], majors, devices):
             held.setdefault(int(match[2]), set()).add(f"{printable(match[3])} (fd)")
     for pid, path, files in _maps(section):
@@ -86,7 +92,7 @@ def _held(section: Section, devices: DeviceSet) -> dict[int, set[str]]:
 
 def _maps(section: Section) -> list[tuple[int, str, list[str]]]:
     """Pid, path, and the files below /proc that tell the mapped file's number."""
-    line = re.compile(r"((\d+)(?:/task/\d+)?) (/.*) ([0-9a-f]+-[0-9a-f]+)")
+    line = re.compile(r"(([1-9][0-9]{0,9})(?:/task/[0-9]+)?) (/.*) ([0-9a-f]+-[0-9a-f]+)")
     found = (line.fullmatch(text) for text in section.lines("map"))
     return [
         (
@@ -111,13 +117,15 @@ def _unread_maps(section: Section, held: dict[int, set[str]]) -> set[int]:
 
 def _numbers(section: Section) -> dict[str, tuple[int, str]]:
     """File below /proc to (major, type)."""
-    found = (re.fullmatch(r"([0-9a-f]+) [0-9a-f]+ ([^|]*)\|(.*)", x) for x in section.lines("node"))
+    found = (
+        re.fullmatch(r"([0-9a-f]{1,8}) [0-9a-f]+ ([^|]*)\|(.*)", x) for x in section.lines("node")
+    )
     return {match[3]: (int(match[1], 16), match[2]) for match in found if match}
 
 
 def _majors(section: Section, devices: DeviceSet) -> frozenset[int]:
-    named = (line.split(" ", 1) for line in section.lines("major"))
-    dynamic = {int(row[0]) for row in named if row[-1].startswith(devices.driver_names)}
+    named = (re.fullmatch(r"([0-9]{1,9}) (.+)", line) for line in section.lines("major"))
+    dynamic = {int(x[1]) for x in named if x and x[2].startswith(devices.driver_names)}
     return frozenset(dynamic | set(devices.majors))
 
 
@@ -138,7 +146,7 @@ def _denied(stderr: str) -> set[int]:
     map_files and root are two ways to the same number, and one is enough: see `_unread_maps`.
     """
     denied = (
-        r"(?:^|[\s'`\u2018\"])(?:/proc/)?(\d+)/(?!map_files/|root/)"
+        r"(?:^|[\s'`\u2018\"])(?:/proc/)?([1-9][0-9]{0,9})/(?!map_files/|root/)"
         r"[^\n]*(?:Permission denied|not permitted)"
     )
     return {int(match[1]) for match in re.finditer(denied, stderr, re.M)}
@@ -148,7 +156,7 @@ def _exes(section: Section) -> dict[int, set[str]]:
     """Pid to its executable. Two for one pid: a path with a newline pretends to be another line."""
     exes: dict[int, set[str]] = {}
     for line in section.lines("exe"):
-        match = re.fullmatch(r"'?(\d+)/exe'? -> '?(.*?)'?", line)
+        match = re.fullmatch(r"'?([1-9][0-9]{0,9})/exe'? -> '?(.*?)'?", line)
         if match:
             exes.setdefault(int(match[1]), set()).add(match[2])
     return exes
@@ -157,7 +165,7 @@ def _exes(section: Section) -> dict[int, set[str]]:
 def _described(section: Section, exes: dict[int, set[str]]) -> list[Process]:
     files: dict[int, dict[str, list[str]]] = {}
     for line in section.text.split("\n"):
-        match = re.fullmatch(r"(\d+)/(comm|cmdline|stat|cgroup):(.*)", line)
+        match = re.fullmatch(r"([1-9][0-9]{0,9})/(comm|cmdline|stat|cgroup):(.*)", line)
         if match:
             files.setdefault(int(match[1]), {}).setdefault(match[2], []).append(
                 match[3].replace("\x01", "\n")
@@ -171,10 +179,15 @@ def _described(section: Section, exes: dict[int, set[str]]) -> list[Process]:
 
 
 def _process(pid: int, files: dict[str, list[str]], exe: str) -> Process | None:
-    stat = "\n".join(files.get("stat", [])).rpartition(") ")[2].split()
+    head, _, tail = "\n".join(files.get("stat", [])).rpartition(") ")
+    stat = tail.split()
     if len(stat) < 20:  # noqa: PLR2004 - field 22 is the 20th after the name (proc(5))
         return None
-    comm = "\n".join(files.get("comm", [])).rstrip("\n")
+    if not all(re.fullmatch(r"[0-9]{1,20}", field) for field in (stat[1], stat[3], stat[19])):
+        return None
+    comm = "\n".join(files.get("comm", [])).rstrip("\n") or head.partition("(")[2]
+    if not comm and not exe:
+        return None
     words = files.get("cmdline", [])
     groups = "".join(files.get("cgroup", [])).split("\n")
     return Process(

@@ -94,7 +94,8 @@ def short_protected(comm: str) -> str:
 
 def protected_name(patterns: Iterable[str], *names: str) -> str:
     """The first pattern (with wildcards) that covers one of the names; empty when none does."""
-    found = (x for x in patterns if any(fnmatchcase(name, x) for name in names))
+    # A name such as [worker] is meant as it is written too.
+    found = (x for x in patterns if any(name == x or fnmatchcase(name, x) for name in names))
     return next(found, "")
 
 

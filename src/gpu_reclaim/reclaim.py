@@ -44,7 +44,7 @@ from gpu_reclaim.models import (
 from gpu_reclaim.record import Record, ended_row
 from gpu_reclaim.session import Session
 from gpu_reclaim.systemd import dependents
-from gpu_reclaim.victims import Choice, choose
+from gpu_reclaim.victims import MANAGED, Choice, choose, is_gpu_node, trusted
 
 log = logging.getLogger(__name__)
 
@@ -71,26 +71,34 @@ def _surveyed(record: Record) -> Survey:
 
 def _stays(record: Record, before: Survey) -> Choice:
     """Whom a reclaim would leave: what goes with a unit that is stopped is not among them."""
-    units = [x.name for x in stopping.units_to_stop(record.session, record.policy, before)]
-    choice = record.choice(before, units)
-    stopped = {f"unit {unit}" for unit in units}
-    choice.spared[:] = [row for row in choice.spared if row.owner not in stopped]
+    going = steps.units_to_stop(record.session, record.policy, before)
+    choice = record.choice(before, [state.name for state in going])
+    stopped = {f"unit {state.name}" for state in going if state.active}
+    # A unit may have started its work in a container, which then stops with it.
+    managed = tuple(f"{kind} " for kind in MANAGED) if stopped else ()
+    choice.spared[:] = [
+        row
+        for row in choice.spared
+        if row.owner not in stopped and not row.owner.startswith(managed)
+    ]
     return choice
 
 
 def plan(record: Record) -> ReclaimReport:
     """The report of a plan: who would be ended (outcome `planned`), which units stopped."""
     before = _surveyed(record)
-    units = stopping.units_to_stop(record.session, record.policy, before)
+    units = steps.units_to_stop(record.session, record.policy, before)
     victims = record.choice(before, [state.name for state in units]).victims
-    active = [state for state in units if state.active]
-    names = [state.name for state in active]
+    going = [state for state in units if state.active or state.triggered_by]
+    names = [state.name for state in going]
     summary = _plan_summary(victims, names)
     if not victims and not names and Evidence(record.policy, before.reading, before.reading).in_use:
         summary += "; memory is in use and nobody is seen to hold it, so it would not become free"
     report = record.report(causes.PLANNED.finding(summary))
     along = dependents([*before.units, *before.dependents], names)
-    report.stopped = [StoppedUnit(unit=x.name, triggered_by=x.triggered_by) for x in active]
+    report.stopped = [
+        StoppedUnit(unit=x.name, active=x.active, triggered_by=x.triggered_by) for x in going
+    ]
     report.stopped += [
         stopped_along(x, along[x.name]) for x in before.dependents if x.active and x.name in along
     ]
@@ -120,7 +128,13 @@ def _evidence(record: Record, survey: Survey, choice: Choice) -> Evidence:
     before = _surveyed(record)
     listed = {app.pid for app in survey.reading.apps}
     held = {(process.pid, process.start_time) for process in before.table.holders}
-    undead = [x for x in survey.undead if x.pid in listed or (x.pid, x.start_time) in held]
+    spared = {row.pid for row in choice.spared}
+    undead = [
+        x
+        for x in survey.undead
+        if x.pid not in spared and (x.pid in listed or (x.pid, x.start_time) in held)
+    ]
+    left = record.session.left
     return Evidence(
         policy=record.policy,
         before=before.reading,
@@ -128,6 +142,8 @@ def _evidence(record: Record, survey: Survey, choice: Choice) -> Evidence:
         settled=record.settled,
         expected_gpus=record.session.expected_gpus,
         holders=[process for process in choice.victims if process.devices],
+        known={(x.pid, x.start_time) for x in before.table.processes},
+        survivors=[x for x in survey.table.processes if (x.pid, x.start_time) in left],
         starters=survey.starters,
         spared=choice.spared,
         ended=record.ended,
@@ -136,6 +152,7 @@ def _evidence(record: Record, survey: Survey, choice: Choice) -> Evidence:
         restarting=survey.restarting,
         blind=record.blind(survey),
         unlisted=[] if not record.policy.gpus else unlisted(record, survey),
+        trusted=trusted(survey.table, survey.reading),
         strangers=strangers(survey),
         uninspected=len(survey.table.uninspected),
         other_guests=survey.other_guests,
@@ -163,7 +180,11 @@ def unlisted(record: Record, survey: Survey) -> list[str]:
     everything = record.policy.model_copy(update={"gpus": []})
     choice = choose(survey.table, survey.reading, everything, protect=record.session.protect)
     listed = {app.pid for app in survey.reading.apps}
-    return [steps.describe(x) for x in choice.victims if x.devices and x.pid not in listed]
+    return [
+        steps.describe(x)
+        for x in choice.victims
+        if any(is_gpu_node(device) for device in x.devices) and x.pid not in listed
+    ]
 
 
 def accept(report: ReclaimReport) -> ReclaimReport:

@@ -19,6 +19,7 @@ from gpu_reclaim.models import (
     Step,
     StoppedUnit,
     Survey,
+    UnitState,
 )
 from gpu_reclaim.owners import in_unit, owner
 from gpu_reclaim.session import Session, look
@@ -67,10 +68,11 @@ class Record:
         rows = [row for outcome in self.outcomes for row in outcome.stopped]
         known = {row.unit for row in rows}
         late = self.after.units if self.after else []
-        down = {state.name for state in late if not state.active}
+        now = {state.name: state for state in late}
         for state in self.before.units if self.before and self.acting else []:
-            if state.active and state.name in down and state.name not in known:
-                rows.append(StoppedUnit(unit=state.name, triggered_by=state.triggered_by))
+            if state.name in now and state.name not in known:
+                row = _lost(state, now[state.name])
+                rows += [row] if row.active or row.triggered_by else []
         return rows + self._stopped_along({row.unit for row in rows})
 
     def _stopped_along(self, stopped: set[str]) -> list[StoppedUnit]:
@@ -139,7 +141,8 @@ class Record:
         late = self.choice(self.after).spared if self.after else []
         between = [row for outcome in self.outcomes for row in outcome.spared]
         # Rows that count what was not inspected have no pid; the last count stands for all.
-        rows = [*early, *between, *late]
+        gone = {row.pid for row in self.ended if row.outcome == "ended"}
+        rows = [row for row in [*early, *between, *late] if row.pid not in gone]
         return list({(row.pid, row.name if row.pid else row.reason): row for row in rows}.values())
 
     def choice(self, survey: Survey, units: Sequence[str] | None = None) -> Choice:
@@ -168,6 +171,15 @@ class Record:
             steps=self.steps,
             seconds=round(self.session.clock() - self._started, 3),
         )
+
+
+def _lost(before: UnitState, now: UnitState) -> StoppedUnit:
+    """What ran of a unit and its triggers, and does no more."""
+    return StoppedUnit(
+        unit=before.name,
+        active=before.active and not now.active,
+        triggered_by=[unit for unit in before.triggered_by if unit not in now.triggered_by],
+    )
 
 
 def ended_row(process: Process, signal: str, via: str, outcome: str = "ended") -> Ended:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from gpu_reclaim import mps, signals
+from gpu_reclaim import mps, signals, systemd
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import AccessRefused, HostKeyRefused, Unreachable
 from gpu_reclaim.models import (
@@ -27,6 +27,9 @@ from gpu_reclaim.steps import check_may_act, describe
 from gpu_reclaim.victims import Choice, choose
 
 log = logging.getLogger(__name__)
+
+LIVING = ("R", "S", "D", "T", "t", "I")
+"""State letters of a process that is there after KILL, other than the dead (proc(5))."""
 
 ROUNDS = 3
 """How often a step ends who is there: workers that start others outrun a single round. Who is still
@@ -161,18 +164,26 @@ def end_and_look(
     """
     for victim in victims:
         log.info("%s: ending %s", session.host, describe(victim))
+    belongs = {victim.pid: owner(victim.cgroups) for victim in victims}
+    units = {of.name for of in belongs.values() if of.kind == "unit"}
+    others = sorted(units - set(session.units) - set(session.owners))
     script = Script(
         f"end {len(victims)} processes",
-        {
+        ({"owners": systemd.show(others)} if others else {})
+        | {
             "end": signals.end(victims, namespace, grace_s=policy.term_grace_s),
             "processes": scan(session.devices, units=session.units, everybody=bool(policy.match)),
         },
         timeout_s=signals.time_limit_s(policy.term_grace_s) + session.script_timeout_s,
         writes=True,
     )
-    belongs = {victim.pid: owner(victim.cgroups) for victim in victims}
-    session.owners |= {x.name for x in belongs.values() if x.kind == "unit"} - set(session.units)
+    # Should the answer be lost, they are known as units that may run anew.
+    session.owners |= dict.fromkeys(others, "")
     result = (run or session.links.run)(script)
+    if others:
+        states = systemd.parse_show(result.section("owners"))
+        session.owners |= {x.name: x.invocation for x in states if x.name in others}
     owners = {pid: str(of) for pid, of in belongs.items()}
     ended = signals.parse_end(result, result.section("end"), victims, owners, result.where)
+    session.left |= {(x.pid, x.start_time) for x in ended if x.outcome in LIVING}
     return ended, seen_processes(session, result)

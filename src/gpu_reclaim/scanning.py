@@ -57,9 +57,9 @@ read -r id < sys/kernel/random/boot_id
 echo "boot $id"
 echo "uid $(id -u)"
 while IFS= read -r group; do echo "own $group"; done < self/cgroup
-p=$$
+p=$$; selves=
 while [ "${p:-0}" -gt 1 ]; do
-  echo "self $p"
+  echo "self $p"; selves="$selves $p"
   stat=
   while IFS= read -r part || [ -n "$part" ]; do stat="$stat $part"; done < "$p/stat"
   set -- ${stat##*) }
@@ -94,7 +94,7 @@ files=$(printf '%s\n' "$links" "$maps" | sed -n -E \
   -e '/^map /{' -e h -e 's,^map ([0-9/task]+) .* ([0-9a-f-]+)$,\1/map_files/\2,p' -e g \
   -e 's,^map ([0-9/task]+) (/[A-Za-z0-9_./:-]*) [0-9a-f-]+$,\1/root\2,p' -e '}')
 on "$files" stat -L -c 'node %t %T %F|%n'
-pids=$(for file in $files $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
+pids=$(for file in $files $selves $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
 @EVERYBODY@
 files=; exes=
 for p in $pids; do
@@ -109,10 +109,13 @@ exit 0
 WIDE_LIMIT_S = 10
 """Limit for following descriptors anywhere: one may lead into a dead network file system."""
 
+CUT = "gpu-reclaim: descriptors could not be followed in time"
+
 WIDE = r"""
 odd=$(printf '%s\n' "$fds" | sed -n -E -e "\,@FD@(/dev/|[^/']),d" \
   -e "s,^'?([0-9/task]+/fd/[0-9]+)'? -> .*,\1,p")
-odd=$(on "$odd" timeout -s KILL @LIMIT@ stat -L -c '%F|%n' |
+odd=$(on "$odd" sh -c 'timeout -s KILL @LIMIT@ stat -L -c "%F|%n" "$@"
+  [ $? -lt 124 ] || echo "@CUT@" >&2' sh |
   sed -n -E 's,^character special file\|([0-9/task]+/fd/[0-9]+)$,\1,p')
 [ -z "$odd" ] || links="$links
 $(on "$odd" stat -c 'link %N')"
@@ -143,15 +146,16 @@ def scan(
         "@COMMON_MAPS@": _COMMON_MAPS,
         "@MEMBERS@": members,
         "@LONG@": str(LONG_LIST),
-        "@WIDE@": WIDE if wide else "",
         "@LIMIT@": str(WIDE_LIMIT_S),
+        "@CUT@": CUT,
         "@FD@": _FD,
         "@EVERYBODY@": "pids=$(printf '%s\\n' [0-9]*)" if everybody else "",
     }
-    text = SCAN
-    for name, value in fill.items():
-        text = text.replace(name, value)
-    return text
+    # In one go, so that nothing that is filled in is taken for a place to fill.
+    places = "|".join(fill)
+    return re.sub(
+        places, lambda place: fill[place[0]], SCAN.replace("@WIDE@", WIDE if wide else "")
+    )
 
 
 def _literal(text: str) -> str:
@@ -160,7 +164,7 @@ def _literal(text: str) -> str:
     Raises:
         BadInput: It has a character that would end those, or covers whole folders such as /dev.
     """
-    if re.search(r"[,'\"`$\\\s]", text):
+    if re.search(r"[,'\"`$\\\s\0]", text):
         raise BadInput(f"device prefix {text!r} has a character that a path should not have")
     if not re.match(r"/[^/]+/[^/]", text):
         raise BadInput(f"device prefix {text!r} must be the beginning of a path such as /dev/gpu")

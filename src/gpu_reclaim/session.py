@@ -42,7 +42,10 @@ class Session:
         guest_name: Name the guest must have there; empty: any.
         devices: What counts as a GPU device.
         script_timeout_s: Limit of a script that only reads, in seconds.
-        owners: Units, beside `units`, of which a process was ended in this session.
+        owners: Units, beside `units`, of which a process was ended, with the invocation that ran.
+        left: Processes that were sent KILL and stayed, as (pid, start time).
+        aliases: A unit's own name to all its names.
+        named: Units that are in `units` because a policy named them.
         stopped: Units that were told to stop in this session.
         known_units: Units that systemd knew earlier: a transient one is gone once it is stopped.
         fit: Asks Proxmox whether a VM may be touched, where its API is known; raises if not.
@@ -60,7 +63,10 @@ class Session:
     guest_name: str = ""
     devices: DeviceSet = NVIDIA
     script_timeout_s: float = 150
-    owners: set[str] = field(default_factory=set)
+    owners: dict[str, str] = field(default_factory=dict)
+    left: set[tuple[int, int]] = field(default_factory=set)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
     known_units: set[str] = field(default_factory=set)
     fit: Callable[[], object] | None = None
@@ -155,7 +161,7 @@ def look(
 
 def dependent_units(section: Section, units: Sequence[str]) -> list[UnitState]:
     """Units that systemd stops along with some."""
-    states = systemd.parse_show(section)
+    states = systemd.live_triggers(systemd.parse_show(section))
     names = systemd.dependents(states, units)
     return [state for state in states if state.name in names]
 
@@ -198,7 +204,7 @@ def unit_states(
         BadAnswer: There is no systemctl, or it failed altogether.
     """
     section = result.section(part)
-    states = systemd.parse_show(section)
+    states = systemd.live_triggers(systemd.parse_show(section))
     if not states and section.code != 0:
         raise BadAnswer(
             f"{result.where}: units {', '.join(units)} cannot be shown by systemctl",
@@ -212,8 +218,11 @@ def _state_of(
     unit: str, states: Sequence[UnitState], session: Session, result: Result
 ) -> UnitState:
     for state in states:
-        if unit in (state.name, *state.names) and state.load_state != "not-found":
+        # A unit whose file was removed while it runs is "not found" too.
+        there = state.load_state != "not-found" or state.active
+        if unit in (state.name, *state.names) and there:
             session.known_units |= {unit, state.name}
+            session.aliases[state.name] = state.names
             return state
     if unit in session.known_units:
         return UnitState(name=unit, load_state="not-found", active_state="inactive")

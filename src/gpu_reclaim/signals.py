@@ -83,7 +83,7 @@ def end(processes: Sequence[Process], namespace: str, *, grace_s: float) -> str:
     Raises:
         BadAnswer: The namespace is not what the kernel prints.
     """
-    if not re.fullmatch(r"pid:\[\d+\]", namespace):
+    if not re.fullmatch(r"pid:\[[0-9]+\]", namespace):
         raise BadAnswer(f"{namespace!r} is no PID namespace; nothing was signalled")
     targets = " ".join(f"{process.pid}:{process.start_time}" for process in processes)
     return (
@@ -118,30 +118,33 @@ def parse_end(
 
 
 def _ended(process: Process, section: Section, owner: str, via: str) -> Ended:
-    pid = process.pid
-    sent = [x.split()[1] for x in section.lines("sent") if x.split()[0] == str(pid)]
-    left = [x.split() for x in section.lines("left") if x.split()[0] == str(pid)]
-    words = [
-        word
-        for word in ("denied", "changed", "zombie", "gone")
-        if any(x.split()[0] == str(pid) for x in section.lines(word))
-    ]
+    said = {word: _said(section, word, process.pid) for word in ("sent", "left", *_WORDS)}
+    sent = [rest[0] for rest in said["sent"] if rest]
     return Ended(
-        pid=pid,
+        pid=process.pid,
         start_time=process.start_time,
         name=process.name,
         owner=owner,
         signal=sent[-1] if sent else "",
         via=via,
-        outcome=_outcome(sent, left, words),
+        outcome=_outcome(sent, said["left"], [word for word in _WORDS if said[word]]),
         devices=process.devices,
-        wchan=left[0][2] if left and len(left[0]) > 2 else "",  # noqa: PLR2004
+        wchan=said["left"][0][1] if said["left"] and len(said["left"][0]) > 1 else "",
     )
+
+
+_WORDS = ("denied", "changed", "zombie", "gone")
+
+
+def _said(section: Section, word: str, pid: int) -> list[list[str]]:
+    """What follows the pid on the lines about it that begin with a word."""
+    rows = [line.split() for line in section.lines(word)]
+    return [row[1:] for row in rows if row[:1] == [str(pid)]]
 
 
 def _outcome(sent: list[str], left: list[list[str]], words: list[str]) -> str:
     if left:
-        return left[0][1]
+        return left[0][0] if left[0] else "unknown"
     if sent and "denied" not in words:
         return "ended"
     return words[0] if words else "unknown"

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from gpu_reclaim.errors import AccessRefused, BadInput, HostKeyRefused, Unreachable
-from gpu_reclaim.models import Process, ReclaimPolicy, Survey
+from gpu_reclaim.errors import (
+    AccessRefused,
+    BadInput,
+    CommandFailed,
+    HostKeyRefused,
+    Unreachable,
+)
+from gpu_reclaim.models import Process, ReclaimPolicy, Survey, UnitState
 from gpu_reclaim.nvidia_smi import timed_out
-from gpu_reclaim.owners import owner
-from gpu_reclaim.protected import never_stopped, protected_name
+from gpu_reclaim.owners import in_unit, owner
+from gpu_reclaim.protected import PROTECTED_UNITS, never_stopped, protected_name
 from gpu_reclaim.session import Session, check_node, look
+from gpu_reclaim.systemd import dependents
+from gpu_reclaim.victims import choose, wanted_holders
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +60,8 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
         GuestRefused: The node says that the guest is another one, locked or stopped.
         TransportError: As `Transport.run`.
     """
+    for state in (session.stopped, session.left, session.owners):
+        state.clear()
     name_units(session, policy)
     if (session.links.node is not None or session.fit is not None) and policy.via != "ssh":
         _check_node(session)
@@ -73,40 +84,94 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
 
 def name_units(session: Session, policy: ReclaimPolicy) -> None:
     """Add the protected units that the policy names in full to those to be stopped."""
-    named = [unit for unit in policy.named_units if never_stopped(unit)]
-    session.units = [*session.units, *(unit for unit in named if unit not in session.units)]
+    named = [unit for unit in policy.named_units if protected_name(PROTECTED_UNITS, unit)]
+    own = [unit for unit in session.units if unit not in session.named]
+    session.named = set(named) - set(own)
+    session.units = [*own, *(unit for unit in named if unit not in own)]
+
+
+def names_to_stop(session: Session, policy: ReclaimPolicy, seen: Survey | None) -> list[str]:
+    """The host's units that no protection names; with only some GPUs wanted, those on them."""
+    units = [unit for unit in session.units if not _protected(session, policy, unit)]
+    if not policy.gpus or seen is None:
+        return units
+    choice = choose(seen.table, seen.reading, policy, protect=session.protect)
+    holders = wanted_holders(seen.table, seen.reading, policy)
+    users = [process for process in choice.victims if process.pid in holders]
+    return [x for x in units if x in session.named or any(in_unit(p.cgroups, x) for p in users)]
+
+
+def units_to_stop(session: Session, policy: ReclaimPolicy, seen: Survey) -> list[UnitState]:
+    """The states of those units."""
+    names = names_to_stop(session, policy, seen)
+    return [state for state in seen.units if state.name in names]
+
+
+def _protected(session: Session, policy: ReclaimPolicy, unit: str) -> str:
+    """The name of host or policy that protects a unit, by any of its names."""
+    patterns = [*session.protect, *policy.protect]
+    return protected_name(patterns, unit, *session.aliases.get(unit, ()))
 
 
 def _check_units(session: Session, policy: ReclaimPolicy, found: Survey) -> None:
-    never = [x.name for x in found.units if never_stopped(x.name, policy.named_units)]
+    never = [x.name for x in found.units if never_stopped(x.name, session.named)]
     if never:
         raise BadInput(
             f"{session.host}: {never[0]} is never stopped; nothing was touched",
             remedy="take it out of the units in the GpuHost block; one of the driver's own is "
             "stopped when the policy's match names it in full",
         )
-    patterns = [*session.protect, *policy.protect]
+    going = units_to_stop(session, policy, found)
+    along = dependents([*found.units, *found.dependents], [state.name for state in going])
+    # Targets only group units: nothing stops with them.
+    others = [x for x in found.dependents if x.name in along and x.active]
+    others = [state for state in others if not state.name.endswith(".target")]
+    _check_triggers(session, policy, [*going, *others])
+    _check_along(session, policy, others)
+    _check_ourselves(session, found, [*going, *others])
+    refusing = [state.name for state in going if state.active and not state.can_stop]
+    if refusing:
+        raise CommandFailed(
+            f"{session.host}: {', '.join(refusing)} refuses to be stopped by hand "
+            "(RefuseManualStop); nothing was touched",
+            remedy="stop what it belongs to, and name that in the GpuHost block",
+        )
 
-    def kept(unit: str) -> bool:
-        return never_stopped(unit, policy.named_units) or bool(protected_name(patterns, unit))
 
-    for state in found.units:
-        starts = [unit for unit in state.triggered_by if kept(unit)]
-        if starts and not protected_name(patterns, state.name):
+def _kept(session: Session, policy: ReclaimPolicy, unit: str) -> bool:
+    return never_stopped(unit, session.named) or bool(_protected(session, policy, unit))
+
+
+def _check_triggers(session: Session, policy: ReclaimPolicy, going: Sequence[UnitState]) -> None:
+    for state in going:
+        starts = [unit for unit in state.triggered_by if _kept(session, policy, unit)]
+        if starts:
             raise BadInput(
                 f"{session.host}: {starts[0]} would start {state.name} again, and it is "
                 "protected; nothing was touched",
                 remedy=f"protect {state.name} too, or let {starts[0]} be stopped",
             )
-    # Targets only group units: nothing stops with them.
-    along = [x.name for x in found.dependents if x.active and not x.name.endswith(".target")]
-    lost = [unit for unit in along if kept(unit)]
+
+
+def _check_along(session: Session, policy: ReclaimPolicy, along: Sequence[UnitState]) -> None:
+    lost = [state.name for state in along if _kept(session, policy, state.name)]
     if lost:
         raise BadInput(
             f"{session.host}: systemd would stop {lost[0]} along with the host's units, and it is "
             "protected; nothing was touched",
             remedy=f"see `systemctl list-dependencies --reverse` of them, and untie {lost[0]}",
         )
+
+
+def _check_ourselves(session: Session, found: Survey, going: Sequence[UnitState]) -> None:
+    ours = [x for x in found.table.processes if x.pid in found.table.ourselves]
+    for state in going:
+        if any(in_unit(process.cgroups, state.name) for process in ours):
+            raise BadInput(
+                f"{session.host}: this run is part of {state.name}, which would be stopped; "
+                "nothing was touched",
+                remedy="run it from elsewhere, for example a worker with a unit of its own",
+            )
 
 
 def _check_node(session: Session) -> None:

@@ -23,10 +23,21 @@ from gpu_reclaim.owners import in_unit
 from gpu_reclaim.protected import PROTECTED_UNITS, protected_name
 from gpu_reclaim.releasing import end
 from gpu_reclaim.session import Session, dependent_units, look, seen_processes, unit_states
-from gpu_reclaim.steps import check_may_act, name_units
+from gpu_reclaim.steps import check_may_act, name_units, names_to_stop
 from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
+
+_WHY_NOT = {
+    systemd.UNSAFE: (
+        "systemd cannot be told to send no KILL to the driver's own units",
+        "see whether /run is full or read-only on the host",
+    ),
+    systemd.UNSHOWN: (
+        "systemctl cannot show what else would stop",
+        "see `systemctl status` on the host",
+    ),
+}
 
 LEFT_STOP_S = 30
 """How long a stop may still take once nobody is left in the unit's control group, in seconds."""
@@ -55,42 +66,42 @@ def stop_systemd(
     started = session.clock()
     name_units(session, policy)
     seen = look(session, "look at GPUs", apps=True) if policy.gpus else None
-    names = _names_to_stop(session, policy, seen)
+    names = names_to_stop(session, policy, seen)
     outcome = Outcome(step=Step(name="stop_systemd"))
     if names:
-        result = _stop(session, names)
-        states = unit_states(session, result, names, part="stop")
-        after = unit_states(session, result, names)
-        _refuse_running(session, states, after, result)
-        session.stopped |= {state.name for state in states}
-        outcome.step.via = result.where
-        outcome.stopped = _rows(states, names, result)
-        table = _members(session, names, states, result)
-        reading = seen.reading if seen else GpuReading()
-        units = [state.name for state in states]
-        choice = choose(table, reading, policy, units=units, protect=session.protect)
-        outcome.ended = end(session, choice, table.pid_namespace, policy)
-        outcome.spared = choice.spared
-        _finish_stop(session, after)
-    outcome.stopped += _earlier(before, names, outcome.stopped, seen)
+        _stop_and_end(session, policy, names, seen, outcome)
+    earlier = _earlier(before, names, outcome.stopped, seen)
+    again = {row.unit for row in earlier}
+    outcome.stopped = [row for row in outcome.stopped if row.unit not in again] + earlier
+    session.stopped |= {row.unit for row in outcome.stopped}
     outcome.step.seconds = session.clock() - started
     return outcome
 
 
-def units_to_stop(session: Session, policy: ReclaimPolicy, seen: Survey) -> list[UnitState]:
-    """The host's units that no protection names; with only some GPUs wanted, those on them."""
-    names = _names_to_stop(session, policy, seen)
-    return [state for state in seen.units if state.name in names]
-
-
-def _names_to_stop(session: Session, policy: ReclaimPolicy, seen: Survey | None) -> list[str]:
-    patterns = [*session.protect, *policy.protect]
-    units = [unit for unit in session.units if not protected_name(patterns, unit)]
-    if not policy.gpus or seen is None:
-        return units
-    choice = choose(seen.table, seen.reading, policy, protect=session.protect)
-    on_wanted = [x for x in units if any(in_unit(p.cgroups, x) for p in choice.victims)]
-    return [*on_wanted, *(x for x in units if x in policy.named_units and x not in on_wanted)]
+def _stop_and_end(
+    session: Session,
+    policy: ReclaimPolicy,
+    names: Sequence[str],
+    seen: Survey | None,
+    outcome: Outcome,
+) -> None:
+    """Stop units, and end what is left in their control groups."""
+    session.stopped |= set(names)
+    result = _stop(session, names)
+    states = unit_states(session, result, names, part="stop")
+    after = unit_states(session, result, names)
+    _refuse_running(session, states, after, result)
+    outcome.step.via = result.where
+    outcome.stopped = _rows(states, names, result)
+    table = _members(session, names, states, result)
+    units = [state.name for state in states]
+    reading = seen.reading if seen else GpuReading()
+    choice = choose(table, reading, policy, units=units, protect=session.protect)
+    outcome.ended = end(session, choice, table.pid_namespace, policy)
+    outcome.spared = choice.spared
+    # Where one does not die, its unit cannot stop; the verdict will say so, and why.
+    if not session.left:
+        _finish_stop(session, after)
 
 
 def _script(session: Session, names: Sequence[str], limit_s: float) -> Script:
@@ -112,17 +123,15 @@ def _stop(session: Session, names: Sequence[str]) -> Result:
     """Stop units; those that refuse to be stopped by hand are left out if they do not run."""
     log.info("%s: stopping %s", session.host, ", ".join(names))
     result = session.links.run(_script(session, names, systemd.MAX_STOP_S))
-    if result.section("stop").code == systemd.UNSAFE:
+    if result.section("stop").code in _WHY_NOT:
+        why, remedy = _WHY_NOT[result.section("stop").code]
         raise CommandFailed(
-            f"{session.host}: systemd cannot be told to send no KILL to the driver's own units; "
-            "nothing was stopped",
-            remedy="see whether /run is full or read-only on the host",
-            result=result,
+            f"{session.host}: {why}; nothing was stopped", remedy=remedy, result=result
         )
     if result.section("stop").code != systemd.REFUSED:
         return result
     states = unit_states(session, result, names)
-    refusing = [state for state in states if not state.can_stop]
+    refusing = [x for x in states if not x.can_stop or x.load_state == "not-found"]
     running = [state.name for state in refusing if state.active]
     if running or not refusing:
         raise CommandFailed(
@@ -131,7 +140,7 @@ def _stop(session: Session, names: Sequence[str]) -> Result:
             remedy="stop what it belongs to, and name that in the GpuHost block",
             result=result,
         )
-    rest = [name for name, state in zip(names, states, strict=True) if state.can_stop]
+    rest = [name for name, state in zip(names, states, strict=True) if state not in refusing]
     return _stop(session, rest) if rest else result
 
 
@@ -186,20 +195,14 @@ def _finish_stop(session: Session, after: Sequence[UnitState]) -> None:
 
 def _rows(states: Sequence[UnitState], names: Sequence[str], result: Result) -> list[StoppedUnit]:
     """What ran, or would have been started, and does no more."""
-    shown = {x.name: x for x in systemd.parse_show(result.section("stop"))}
-    live = {name for name, state in shown.items() if state.active}
-    rows = [
-        StoppedUnit(
-            unit=x.name, active=x.active, triggered_by=[t for t in x.triggered_by if t in live]
-        )
-        for x in states
-    ]
+    shown = {x.name: x for x in systemd.live_triggers(systemd.parse_show(result.section("stop")))}
+    rows = [StoppedUnit(unit=x.name, active=x.active, triggered_by=x.triggered_by) for x in states]
     running = {x.name for x in dependent_units(result.section("units"), names) if x.active}
     along = systemd.dependents(list(shown.values()), [state.name for state in states])
     rows += [
         stopped_along(shown[name], because)
         for name, because in along.items()
-        if name in live and name not in running
+        if name in shown and shown[name].active and name not in running
     ]
     return [row for row in rows if row.active or row.triggered_by]
 

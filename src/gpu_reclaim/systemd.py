@@ -24,6 +24,8 @@ PROPERTIES = (
     "RequiredBy",
     "BoundBy",
     "ConsistsOf",
+    "RequisiteOf",
+    "PropagatesStopTo",
     "WantedBy",
     "UpheldBy",
     "ControlGroup",
@@ -31,9 +33,9 @@ PROPERTIES = (
 )
 """What is read of each unit; a systemd that does not know one of them leaves it out."""
 
-STOPPED_ALONG = ("RequiredBy", "BoundBy", "ConsistsOf")
+STOPPED_ALONG = ("RequiredBy", "BoundBy", "ConsistsOf", "RequisiteOf", "PropagatesStopTo")
 """systemd stops these units along with the one they name (systemd.unit(5): Requires=, BindsTo=,
-PartOf=)."""
+PartOf=, Requisite=, PropagatesStopTo=)."""
 
 STARTED_BY = ("RequiredBy", "BoundBy", "WantedBy", "UpheldBy")
 """These units start the one they name when they start, or, with Upholds=, whenever they run."""
@@ -69,22 +71,19 @@ def show(units: Iterable[str]) -> str:
 _SHOW = f"systemctl show --no-pager -p {','.join(PROPERTIES)}"
 
 _TREE = f"""
-seen=" "; next="$*"
+seen=" "; next="$*"; triggers=
 while [ -n "$next" ]; do
-  out=$({_SHOW} -- $next) || exit
+  out=$({_SHOW} -- $next); code=$?
   printf '%s\\n\\n' "$out"
+  [ $code -eq 0 ] || exit {{failed}}
   seen="$seen$next "
+  triggers="$triggers $(printf '%s\\n' "$out" | sed -n 's/^TriggeredBy=//p')"
   more=$(printf '%s\\n' "$out" | sed -n -E 's/^({"|".join(STOPPED_ALONG)})=//p')
   next=
   for unit in $more; do case "$seen$next " in *" $unit "*) ;; *) next="$next $unit";; esac; done
-done"""
-
-
-def show_tree(units: Iterable[str]) -> str:
-    """Shell text that prints the units, and all that systemd would stop along with them."""
-    names = " ".join(shlex.quote(unit) for unit in units)
-    return f"set -f\nset -- {names}{_TREE}"
-
+done
+set -- $triggers
+[ $# -eq 0 ] || {_SHOW} -- "$@" || exit {{failed}}"""
 
 REFUSED = 90
 """Exit status of `stop` when a unit is unknown or refuses to be stopped by hand."""
@@ -92,21 +91,39 @@ REFUSED = 90
 UNSAFE = 91
 """Exit status of `stop` when systemd cannot be kept from sending KILL; nothing was stopped."""
 
+UNSHOWN = 92
+"""Exit status when systemctl could not show units; nothing was stopped."""
+
+TREE = _TREE.replace("{failed}", str(UNSHOWN))
+
+
+def show_tree(units: Iterable[str]) -> str:
+    """Shell text that prints units, all that systemd would stop along with them, and triggers."""
+    names = " ".join(shlex.quote(unit) for unit in units)
+    return f"set -f\nset -- {names}{TREE}"
+
+
 _NO_KILL = """
-for unit in @UNITS@; do
-  folder=/run/systemd/system/$unit.d
+folders=$(printf '/run/systemd/system/%s.d\\n' @UNITS@)
+kill_again() {
+  for folder in $folders; do
+    [ -d "$folder" ] || continue
+    rm -f "$folder/gpu-reclaim-no-kill.conf"
+    [ -n "$(ls -A "$folder")" ] || rmdir "$folder"
+  done
+  systemctl daemon-reload
+}
+trap kill_again EXIT
+trap 'exit 143' HUP INT TERM
+for folder in $folders; do
   mkdir -p "$folder" || exit @UNSAFE@
   printf '[Service]\\nSendSIGKILL=no\\n' >"$folder/gpu-reclaim-no-kill.conf" || exit @UNSAFE@
 done
 systemctl daemon-reload || exit @UNSAFE@"""
 
-_KILL_AGAIN = """
-for unit in @UNITS@; do
-  folder=/run/systemd/system/$unit.d
-  rm -f "$folder/gpu-reclaim-no-kill.conf"
-  [ -n "$(ls -A "$folder")" ] || rmdir "$folder"
-done
-systemctl daemon-reload"""
+# Blocks are told apart by blank lines; of those that do not run, the trigger lines are left out.
+_TRIGGERS_OF_RUNNING = r"""sed -n -e '/./{H;$!d;}' -e x -e '/\nActiveState=inactive/d' \
+  -e '/\nActiveState=failed/d' -e 's/.*\nTriggeredBy=\([^\n]*\).*/\1/p'"""
 
 
 def stop(
@@ -123,26 +140,46 @@ def stop(
     """
     names = " ".join(shlex.quote(unit) for unit in units)
     fill = {"@UNITS@": " ".join(map(shlex.quote, never_kill)), "@UNSAFE@": str(UNSAFE)}
-    spare, again = (_filled(x, fill) if fill["@UNITS@"] else "" for x in (_NO_KILL, _KILL_AGAIN))
+    spare = _filled(_NO_KILL, fill) if fill["@UNITS@"] else ""
     return f"""set -f
-case "$({_SHOW} -- {names})" in
-  *LoadState=not-found*|*CanStop=no*) {_SHOW} -- {names}; exit {REFUSED};;
+own=$({_SHOW} -- {names})
+refused=
+case "$own" in
+  *CanStop=no*) refused=1;;
+  *LoadState=not-found*)
+    # A unit whose file was removed while it runs is "not found" too, and can be stopped.
+    for unit in {names}; do
+      case "$({_SHOW} -- "$unit")" in
+        *LoadState=not-found*ActiveState=inactive* | \\
+        *LoadState=not-found*ActiveState=failed*) refused=1;;
+      esac
+    done;;
 esac
-shown=$(set -- {names}{_TREE})
+[ -z "$refused" ] || {{ printf '%s\\n' "$own"; exit {REFUSED}; }}
+shown=$(set -- {names}{TREE}) || exit {UNSHOWN}
 printf '%s\\n\\n' "$shown"{spare}
-triggers=$(printf '%s\\n' "$shown" | sed -n 's/^TriggeredBy=//p')
+triggers=$({{ printf '%s\\n' "$own" | sed -n 's/^TriggeredBy=//p'
+  printf '%s\\n' "$shown" | {_TRIGGERS_OF_RUNNING}; }} | tr ' ' '\\n' | sort -u)
 if [ -n "$triggers" ]; then
-  {_SHOW} -- $triggers
   # A live socket, timer or path would start the unit again.
   timeout -k 1 {limit_s:g} systemctl --no-ask-password stop -- $triggers
 fi
-timeout -k 1 {limit_s:g} systemctl --no-ask-password stop -- {names}{again}"""
+timeout -k 1 {limit_s:g} systemctl --no-ask-password stop -- {names}"""
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         text = text.replace(name, value)
     return text
+
+
+def live_triggers(states: Sequence[UnitState]) -> list[UnitState]:
+    """The same states, without those triggers that are shown beside them and do not run."""
+    dead = {state.name for state in states if not state.active}
+    return [
+        state.model_copy(update={"triggered_by": [x for x in state.triggered_by if x not in dead]})
+        for state in states
+    ]
 
 
 def dependents(states: Sequence[UnitState], units: Sequence[str]) -> dict[str, str]:
@@ -163,7 +200,10 @@ def parse_show(section: Section) -> list[UnitState]:
     """The blocks that `show` printed; blocks that lack a state are left out."""
     states = []
     for block in re.split(r"\n\s*\n", section.text.strip()):
-        values = dict(line.split("=", 1) for line in block.split("\n") if "=" in line)
+        pairs = [line.split("=", 1) for line in block.split("\n") if "=" in line]
+        if len({value for name, value in pairs if name == "Id"}) > 1:
+            continue  # two blocks run into one another: whose state is whose is not known
+        values = dict(pairs)
         if values.get("Id") and values.get("LoadState") and values.get("ActiveState"):
             states.append(_state(values))
     return states

@@ -25,6 +25,7 @@ from gpu_reclaim.evidence import Evidence
 from gpu_reclaim.models import Ended, Gpu, Process, Spared
 from gpu_reclaim.nvidia_smi import is_fault, timed_out
 from gpu_reclaim.owners import owner, stop_command
+from gpu_reclaim.victims import is_gpu_node
 
 
 def decide(e: Evidence) -> Finding:
@@ -32,11 +33,13 @@ def decide(e: Evidence) -> Finding:
     return (
         unprovable(e)
         or _held_visibly(e)
+        or _survived(e)
         or _running_again(e)
         or _restarting(e)
         or _held_by_other_guest(e)
         or _held_by_undead(e)
         or _held_by_protected(e)
+        or _unlisted(e)
         or _held_unseen(e)
         or _not_settled(e)
         or _free(e)
@@ -98,6 +101,11 @@ def _gpu_missing(e: Evidence) -> Finding | None:
     if lost:
         names = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in lost)
         return causes.GPU_LOST.finding(f"GPUs seen before are gone: {names}")
+    then = {(gpu.index, gpu.uuid) for gpu in e.before.gpus}
+    moved = [x for x in e.after.gpus if e.before.gpus and (x.index, x.uuid) not in then]
+    if any(gpu.uuid in {x.uuid for x in e.before.gpus} for gpu in moved):
+        names = ", ".join(f"{gpu.index} is now {gpu.uuid}" for gpu in moved)
+        return causes.GPU_LOST.finding(f"GPUs have other numbers than before: {names}")
     if unasked:
         return causes.GPU_COUNT.finding(f"there is no GPU {unasked[0]} on the host")
     if e.expected_gpus is not None and len(e.after.gpus) != e.expected_gpus:
@@ -158,9 +166,18 @@ def _held_visibly(e: Evidence) -> Finding | None:
         return causes.STUCK.finding(f"still there after KILL: {text}{_waits(e.ended, stuck)}")
     if denied:
         return causes.DENIED.finding(f"not allowed to signal: {text}")
+    if e.policy.gpus and all((x.pid, x.start_time) in e.known for x in e.holders):
+        return causes.UNLISTED.finding(f"nvidia-smi did not tell before whose they are: {text}")
     return causes.CAME_BACK.finding(
         f"new holders appeared: {text}", commands=_stop_starters(e.holders, e.running_again)
     )
+
+
+def _survived(e: Evidence) -> Finding | None:
+    if not e.survivors:
+        return None
+    text = "; ".join(_holder(process, {}) for process in e.survivors)
+    return causes.STUCK.finding(f"still there after KILL: {text}{_waits(e.ended, e.survivors)}")
 
 
 def _running_again(e: Evidence) -> Finding | None:
@@ -177,7 +194,7 @@ def _restarting(e: Evidence) -> Finding | None:
         return None
     units = ", ".join(e.restarting)
     return causes.RESTARTS.finding(
-        f"systemd is about to start {units} again, of which a holder was ended",
+        f"systemd starts {units} again, of which a holder was ended",
         units=" ".join(e.restarting),
     )
 
@@ -229,13 +246,18 @@ def _held_by_other_guest(e: Evidence) -> Finding | None:
 def _held_by_undead(e: Evidence) -> Finding | None:
     if not e.in_use:
         return None
+    tried = {(row.pid, row.start_time) for row in e.ended}
     stuck = [f"{x.name} (pid {x.pid}) in {x.wchan or 'D'}" for x in e.ended if x.outcome == "D"]
-    stuck += [f"{x.name} (pid {x.pid}) in D" for x in e.undead if x.state == "D"]
+    waits = [x for x in e.undead if x.state == "D" and (x.pid, x.start_time) not in tried]
     dead = [f"{x.name} (pid {x.pid})" for x in e.ended if x.outcome in ("zombie", "Z")]
     dead += [f"{x.name} (pid {x.pid})" for x in e.undead if x.state == "Z"]
     if stuck:
-        names = ", ".join(dict.fromkeys(stuck))
-        return causes.STUCK.finding(f"{_memory(e.in_use)}; still there after KILL: {names}")
+        return causes.STUCK.finding(
+            f"{_memory(e.in_use)}; still there after KILL: {', '.join(stuck)}"
+        )
+    if waits:
+        names = ", ".join(f"{x.name} (pid {x.pid})" for x in waits)
+        return causes.STUCK.finding(f"{_memory(e.in_use)}; in state D: {names}")
     if dead:
         names = ", ".join(dict.fromkeys(dead))
         parents = sorted({f"pid {x.ppid}" for x in e.undead if x.state == "Z"})
@@ -258,9 +280,11 @@ def _kept_by_protected(e: Evidence) -> Finding | None:
     theirs = [
         row
         for row in e.spared
-        if row.devices and not row.by_command and (e.listed_mib.get(row.pid) or 0) > limit
+        if row.devices
+        and not (row.by_command or row.idle)
+        and (e.listed_mib.get(row.pid) or 0) > limit
     ]
-    return _protected(e, theirs) if theirs else None
+    return _protected(e, theirs) if theirs and e.in_use else None
 
 
 def _protected(e: Evidence, theirs: Sequence[Spared]) -> Finding:
@@ -272,7 +296,7 @@ def _protected(e: Evidence, theirs: Sequence[Spared]) -> Finding:
 
 def _straddles(e: Evidence) -> Finding | None:
     rows = [row for row in e.spared if row.straddles]
-    if not rows:
+    if not rows or not e.in_use:
         return None
     text = "; ".join(f"{x.name} (pid {x.pid}, {x.owner}): {x.reason}" for x in rows)
     return causes.STRADDLES.finding(
@@ -293,22 +317,23 @@ def _uses_memory(e: Evidence, row: Spared, listed: Mapping[int, int | None]) -> 
     mib = listed.get(row.pid)
     if mib is not None:
         return mib > e.policy.limit_mib
-    return not row.idle and any(_is_gpu_node(device) for device in row.devices)
+    return not row.idle and any(is_gpu_node(device) for device in row.devices)
 
 
-def _is_gpu_node(device: str) -> bool:
-    """For example `/dev/nvidia0 (fd)`, not `/dev/nvidiactl (fd)`."""
-    return device.rpartition(" (")[0].rpartition("nvidia")[2].removesuffix(" (deleted)").isdigit()
+def _unlisted(e: Evidence) -> Finding | None:
+    """Also at 0 MiB: one that has the nodes open and no memory yet may be about to use a GPU."""
+    if not e.unlisted:
+        return None
+    memory = f"{_memory(e.in_use)}; " if e.in_use else ""
+    return causes.UNLISTED.finding(
+        f"{memory}{', '.join(e.unlisted)} hold devices, and nvidia-smi does not tell which GPU "
+        "they use"
+    )
 
 
 def _held_unseen(e: Evidence) -> Finding | None:
     if not e.in_use:
         return None
-    if e.unlisted:
-        return causes.UNLISTED.finding(
-            f"{_memory(e.in_use)}; {', '.join(e.unlisted)} hold devices, and nvidia-smi does not "
-            "tell which GPU they use"
-        )
     clues = [f"{e.uninspected} processes could not be looked into"] if e.uninspected else []
     clues += [f"nvidia-smi lists {', '.join(e.strangers)}"] if e.strangers else []
     clues += [f"the node sees {', '.join(e.inside)} in this guest"] if e.inside else []

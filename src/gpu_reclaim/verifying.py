@@ -7,11 +7,11 @@ import logging
 from gpu_reclaim import nvidia_smi, processes, systemd
 from gpu_reclaim.again import running_again
 from gpu_reclaim.commands import Script
-from gpu_reclaim.errors import GpuReclaimError
-from gpu_reclaim.models import Process, ReclaimPolicy, Survey
+from gpu_reclaim.errors import BadAnswer, GpuReclaimError
+from gpu_reclaim.models import Process, ReclaimPolicy, Survey, UnitState
 from gpu_reclaim.owners import owner
 from gpu_reclaim.protected import ZERO_MEMORY
-from gpu_reclaim.session import Session, look
+from gpu_reclaim.session import TOOL_SHARE, Session, look
 from gpu_reclaim.settling import holding
 from gpu_reclaim.victims import program
 
@@ -26,15 +26,17 @@ def verify(session: Session, policy: ReclaimPolicy) -> Survey:
     Raises:
         TransportError: As `Transport.run`.
     """
-    survey = look(session, NAME, apps=bool(policy.gpus))
-    rest = any(gpu.memory_used_mib for gpu in survey.reading.gpus)
-    if rest or holding(session, policy, survey):
+    survey = look(session, NAME, apps=bool(policy.gpus), wide=True)
+    wanted = policy.wanted(survey.reading.gpus)
+    in_use = any((gpu.memory_used_mib or 0) > policy.limit_mib for gpu in wanted)
+    if in_use or session.left or holding(session, policy, survey):
         started = survey.step
-        survey = look(session, NAME, apps=True, everybody=True)
+        survey = look(session, NAME, apps=True, everybody=True, wide=True)
         survey.step.seconds += started.seconds
         _explain(session, policy, survey)
     survey.restarting = restarting(session)
-    down = [state for state in survey.units if state.name in session.stopped]
+    shown = [*survey.units, *survey.dependents]
+    down = [state for state in shown if state.name in session.stopped]
     survey.running_again = running_again(session, down)
     return survey
 
@@ -60,8 +62,23 @@ def restarting(session: Session) -> list[str]:
         return []
     body = systemd.show(sorted(session.owners))
     result = session.links.run(Script("look at the owners", {"units": body}))
-    states = systemd.parse_show(result.section("units"))
-    return [x.name for x in states if x.sub_state == "auto-restart"]
+    states = {x.name: x for x in systemd.parse_show(result.section("units"))}
+    if set(session.owners) - set(states):
+        raise BadAnswer(
+            f"{result.where}: systemctl does not show {', '.join(session.owners)}, of which "
+            "processes were ended, so whether they come back is unknown",
+            remedy="see `systemctl status` on the host",
+            result=result,
+        )
+    return [unit for unit, ran in session.owners.items() if _runs_anew(states[unit], ran)]
+
+
+def _runs_anew(state: UnitState, ran: str) -> bool:
+    """It is about to run again, or does already; as long as its invocation is the same, it did not.
+
+    A daemon whose child was ended goes on in its invocation, and starts another when asked.
+    """
+    return state.active_state == "activating" or (state.active and state.invocation != ran)
 
 
 def _starter(process: Process, survey: Survey) -> str:
@@ -98,12 +115,15 @@ def _look_at_node(session: Session, survey: Survey) -> None:
 
 def _ask_driver(session: Session, survey: Survey) -> None:
     """Its version, and whether a GPU is in MIG mode: both change what memory in use means."""
-    parts = {
-        "driver": nvidia_smi.query("driver_version"),
-        "mig": nvidia_smi.query("mig.mode.current"),
-    }
+    fields = {"driver": "driver_version", "mig": "mig.mode.current"}
+    limit = min(nvidia_smi.TIME_LIMIT_S, session.script_timeout_s * TOOL_SHARE)
+    parts = {name: nvidia_smi.query(text, limit) for name, text in fields.items()}
     script = Script("ask the driver", parts, timeout_s=session.script_timeout_s, together=True)
-    result = session.links.run(script)
+    try:
+        result = session.links.run(script)
+    except GpuReclaimError as error:
+        log.warning("the driver could not be asked: %s", error.message)
+        return
     # A driver that knows no MIG refuses the field.
     driver, mig = (result.section(name) for name in ("driver", "mig"))
     survey.driver = driver.value("gpu").strip() if driver.code == 0 else ""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpu_reclaim.models import GpuReading, Process, ProcessTable, ReclaimPolicy, Spared
-from gpu_reclaim.owners import in_unit, owner, stop_command
+from gpu_reclaim.owners import in_unit, owner, services, stop_command
 from gpu_reclaim.protected import (
     MPS_SERVER,
     PROTECTED,
@@ -28,6 +28,8 @@ GROUPS = ("unit", "user unit", "scope", "container", "Slurm step")
 """Owners whose processes work together: ending one of them stops the others' work."""
 
 UNREAD = "its descriptors could not be read"
+NOT_FOLLOWED = "they could not be followed in time"
+UNASKED = "which you did not ask for"
 
 MAX_UNREAD_ROWS = 10
 """Without root every other user's process is unread; beyond these they are counted in one row."""
@@ -69,12 +71,13 @@ def choose(
         others = elsewhere.get(process.pid, "")
         if reason or others:
             row = spare(process, reason or others)
-            row.straddles = bool(others) and not reason
+            row.straddles = bool(others) and not reason and process.pid in holders
             row.by_command = row.by_command and not policy.gpus and not _named(process, names)
             choice.spared.append(row)
         else:
             choice.victims.append(process)
-    choice.spared.extend(_unseen(table))
+    seen = {process.pid for process in choice.victims}
+    choice.spared.extend(row for row in _unseen(table) if row.pid not in seen)
     return choice
 
 
@@ -99,7 +102,7 @@ def wanted_holders(
     holders = frozenset(process.pid for process in table.holders)
     if not policy.gpus:
         return holders
-    if not {app.pid for app in reading.apps} <= holders:
+    if not trusted(table, reading):
         return frozenset()
     uuids = {gpu.uuid for gpu in reading.gpus if gpu.index in policy.gpus}
     return frozenset(app.pid for app in reading.apps if app.gpu_uuid in uuids)
@@ -109,27 +112,35 @@ def _uses_elsewhere(
     table: ProcessTable, reading: GpuReading, policy: ReclaimPolicy
 ) -> dict[int, str]:
     """Pid to why it is not to be ended for some GPUs alone: it, or its group, uses others."""
-    if not policy.gpus or not wanted_holders(table, reading, policy):
+    if not policy.gpus:
         return {}
+    if not trusted(table, reading):
+        return {x.pid: "nvidia-smi does not tell which GPU it uses" for x in table.holders}
     index = {gpu.uuid: gpu.index for gpu in reading.gpus}
     uses: dict[int, set[int]] = {}
     for app in reading.apps:
         if app.gpu_uuid in index:
             uses.setdefault(app.pid, set()).add(index[app.gpu_uuid])
-    groups: dict[str, set[int]] = {}
     owners = {process.pid: owner(process.cgroups) for process in table.processes}
+    groups: dict[str, set[int]] = {}
     for pid, of in owners.items():
         if of.kind in GROUPS:
             groups.setdefault(str(of), set()).update(uses.get(pid, ()))
     found = {}
     for pid, of in owners.items():
-        own = uses.get(pid, set()) - set(policy.gpus)
-        shared = groups.get(str(of), set()) - set(policy.gpus)
-        if own:
-            found[pid] = f"it also uses {_gpu_names(own)}, which you did not ask for"
-        elif shared:
-            found[pid] = f"its {of} also uses {_gpu_names(shared)}, which you did not ask for"
+        own = uses.get(pid, set())
+        shared = groups.get(str(of), set())
+        if own - set(policy.gpus):
+            also = "also " if own & set(policy.gpus) else ""
+            found[pid] = f"it {also}uses {_gpu_names(own - set(policy.gpus))}, {UNASKED}"
+        elif shared - set(policy.gpus):
+            found[pid] = f"its {of} also uses {_gpu_names(shared - set(policy.gpus))}, {UNASKED}"
     return found
+
+
+def trusted(table: ProcessTable, reading: GpuReading) -> bool:
+    """Everybody that nvidia-smi lists holds a device here, so its pids are those of here."""
+    return {app.pid for app in reading.apps} <= {process.pid for process in table.holders}
 
 
 def _gpu_names(indexes: Iterable[int]) -> str:
@@ -139,7 +150,10 @@ def _gpu_names(indexes: Iterable[int]) -> str:
 def matches(process: Process, policy: ReclaimPolicy) -> bool:
     """The policy's `match` names it by executable, title or command line."""
     texts = (process.exe, process.name, process.comm, process.command_line)
-    return any(re.search(pattern, text) for pattern in policy.match for text in texts)
+    # A unit of the driver named in full is meant as that unit, not as a word in a command line.
+    units = {unit for unit in policy.named_units if protected_name(PROTECTED_UNITS, unit)}
+    patterns = [text for text in policy.match if text.replace("\\.", ".") not in units]
+    return any(re.search(pattern, text) for pattern in patterns for text in texts)
 
 
 def protection(
@@ -155,10 +169,11 @@ def protection(
     if why:
         return f"protected: {why}"
     belongs = owner(process.cgroups)
-    if belongs.kind == "unit" and protected_name(PROTECTED_UNITS, belongs.name):
-        return f"protected: it belongs to {belongs}"
     if belongs.kind == "guest":
         return f"it belongs to {belongs}, which is another machine"
+    driver_unit = protected_name(PROTECTED_UNITS, *services(process.cgroups))
+    if driver_unit:
+        return f"protected: it belongs to {belongs}"
     name = _named(process, names)
     if name:
         return f"protected by name: {name}"
@@ -170,8 +185,8 @@ def protection(
 
 def _named(process: Process, names: Iterable[str]) -> str:
     """The name of host or policy that protects it; empty when none does."""
-    belongs = owner(process.cgroups).name
-    return protected_name(names, program(process), process.name, process.comm, belongs)
+    units = [owner(process.cgroups).name, *services(process.cgroups)]
+    return protected_name(names, program(process), process.name, process.comm, *units)
 
 
 def program(process: Process) -> str:
@@ -203,7 +218,15 @@ def _unseen(table: ProcessTable) -> list[Spared]:
         spare(known.get(pid, Process(pid=pid, start_time=0, name="not inspected")), reason)
         for pid, reason in rows
     ]
+    if table.cut:
+        spared.append(Spared(pid=0, name="descriptors outside /dev", owner="", reason=NOT_FOLLOWED))
     more = len(unread) - MAX_UNREAD_ROWS
     if more > 0:
         spared.append(Spared(pid=0, name=f"{more} more processes", owner="", reason=UNREAD))
     return spared
+
+
+def is_gpu_node(device: str) -> bool:
+    """A held device is a GPU's own node: `/dev/nvidia0 (fd)`, not `/dev/nvidiactl (fd)`."""
+    path = device.rpartition(" (")[0].removesuffix(" (deleted)")
+    return path.rpartition("nvidia")[2].isdigit()

@@ -2,7 +2,8 @@
 # Installs what the lab needs on Debian or Ubuntu. Safe to run again; says nothing when all is there.
 set -eu
 
-packages="lxc debootstrap openssh-server openssh-client iproute2 psmisc procps busybox gcc libc6-dev"
+packages="lxc debootstrap openssh-server openssh-client iproute2 psmisc procps busybox gcc libc6-dev
+fish tcsh sudo"
 policy=/usr/sbin/policy-rc.d
 
 fail() {

@@ -464,7 +464,8 @@ def test_a_script_in_another_namespace_is_an_error() -> None:
     host = server()
 
     def answer(script: Script) -> Answer:
-        return {"end": Section("", 78)} if script.writes else host.carry_out(script)
+        refused: Answer = {"owners": "", "end": Section("", 78)}
+        return refused if script.writes else host.carry_out(script)
 
     session = Session("llm", Links(ScriptedTransport(answer)))
     with pytest.raises(BadAnswer, match="nothing was signalled"):

@@ -12,7 +12,9 @@ from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import UnitState
 from gpu_reclaim.systemd import (
     REFUSED,
+    UNSHOWN,
     dependents,
+    live_triggers,
     parse_show,
     show,
     show_tree,
@@ -136,12 +138,14 @@ class Systemctl:
         self,
         name: str,
         triggers: str = "",
+        *,
         load: str = "loaded",
         can_stop: str = "yes",
         more: str = "",
+        active: str = "active",
     ) -> None:
         (self.folder / name).write_text(
-            f"Id={name}\nNames={name}\nLoadState={load}\nActiveState=active\n"
+            f"Id={name}\nNames={name}\nLoadState={load}\nActiveState={active}\n"
             f"TriggeredBy={triggers}\nCanStop={can_stop}\n{more}"
         )
 
@@ -204,7 +208,7 @@ def test_what_is_stopped_along_is_shown_to_the_end(systemctl: Systemctl) -> None
     result = here({"stop": stop(["a.service"])}).sections["stop"]
 
     names = ["a.service", "b.service", "multi-user.target", "c.service", "d.service"]
-    assert [state.name for state in shown] == names
+    assert [state.name for state in shown] == [*names, "b.socket"]
     assert [state.name for state in parse_show(result)] == [*names, "b.socket"]
     # Who is stopped along may itself refuse a stop by hand; its socket would bring it back.
     assert result.code == 0
@@ -218,6 +222,68 @@ def test_what_is_stopped_along_is_shown_to_the_end(systemctl: Systemctl) -> None
         "c.service": "a.service",
         "d.service": "b.service",
     }
+
+
+def test_a_unit_whose_file_is_gone_while_it_runs_is_stopped(systemctl: Systemctl) -> None:
+    systemctl.unit("a.service", load="not-found")
+    result = here({"stop": stop(["a.service"])}).sections["stop"]
+
+    assert result.code == 0
+    assert systemctl.stopped == ["--no-ask-password|stop|--|a.service|"]
+
+
+def test_the_trigger_of_one_that_would_not_stop_is_left_alone(systemctl: Systemctl) -> None:
+    """backup.timer starts backup.service, which requires ours, and does not run now."""
+    systemctl.unit("a.service", more="RequiredBy=backup.service\n")
+    systemctl.unit("backup.service", triggers="backup.timer", active="inactive")
+    systemctl.unit("backup.timer")
+    here({"stop": stop(["a.service"])})
+
+    assert systemctl.stopped == ["--no-ask-password|stop|--|a.service|"]
+
+
+def test_nothing_is_stopped_when_systemctl_shows_nothing(systemctl: Systemctl) -> None:
+    systemctl.unit("a.service", more="RequiredBy=b.service\n")
+    text = (systemctl.folder / "systemctl").read_text()
+    failing = '#!/bin/sh\ncase "$*" in *"-- b.service") exit 1;; esac\n'
+    (systemctl.folder / "systemctl").write_text(text.replace("#!/bin/sh\n", failing))
+    systemctl.unit("b.service")
+    result = here({"stop": stop(["a.service"])}).sections["stop"]
+
+    assert result.code == UNSHOWN
+    assert systemctl.stopped == []
+
+
+def test_triggers_that_do_not_run_are_not_named() -> None:
+    states = [
+        UnitState(
+            name="a.service",
+            load_state="loaded",
+            active_state="active",
+            triggered_by=["a.socket", "a.timer", "unknown.path"],
+        ),
+        UnitState(name="a.socket", load_state="loaded", active_state="active"),
+        UnitState(name="a.timer", load_state="loaded", active_state="inactive"),
+    ]
+
+    assert live_triggers(states)[0].triggered_by == ["a.socket", "unknown.path"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="writes below /run/systemd, as root")
+@pytest.mark.parametrize("ending", ["", "sh -c 'kill -TERM $PPID'", "exit 1"])
+def test_no_trace_of_what_forbids_kill_is_left(systemctl: Systemctl, ending: str) -> None:
+    """The drop-in is there while the unit stops, and gone afterwards, also when it is cut."""
+    name = "gpu-reclaim-test-dcgm.service"
+    folder = f"/run/systemd/system/{name}.d"
+    systemctl.unit(name)
+    text = (systemctl.folder / "systemctl").read_text()
+    look = f'#!/bin/sh\ncase " $* " in *" stop "*) cat {folder}/*;; esac\n'
+    (systemctl.folder / "systemctl").write_text(text.replace("#!/bin/sh\n", look))
+    result = here({"stop": f"{stop([name], never_kill=[name])}\n{ending}"}).sections["stop"]
+
+    assert "SendSIGKILL=no" in result.text
+    assert not Path(folder).exists()
+    assert (systemctl.folder / "calls").read_text().count("daemon-reload") == 2
 
 
 def test_two_units_that_require_each_other_are_shown_once(systemctl: Systemctl) -> None:
@@ -246,7 +312,7 @@ def test_nothing_is_stopped_when_one_unit_is_unknown_or_refuses(
     systemctl: Systemctl, load: str, can_stop: str
 ) -> None:
     systemctl.unit("a.service", triggers="a.socket")
-    systemctl.unit("b.service", load=load, can_stop=can_stop)
+    systemctl.unit("b.service", load=load, can_stop=can_stop, active="inactive")
     result = here({"stop": stop(["a.service", "b.service"])}).sections["stop"]
 
     assert result.code == REFUSED

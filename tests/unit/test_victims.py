@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gpu_reclaim.models import GpuReading, Process, ProcessTable, ReclaimPolicy
+from gpu_reclaim.models import GpuApp, GpuReading, Process, ProcessTable, ReclaimPolicy
 from gpu_reclaim.protected import PROTECTED, never_stopped
 from gpu_reclaim.victims import (
     MAX_UNREAD_ROWS,
@@ -114,7 +114,7 @@ def test_one_of_a_group_that_uses_other_gpus_too_is_spared(cgroup: str, spared: 
     reasons = {row.pid: row.reason for row in choice.spared}
     if spared:
         assert reasons[51] == f"its {spared} also uses GPU 0, which you did not ask for"
-    assert reasons[50] == "it also uses GPU 0, which you did not ask for"
+    assert reasons[50] == "it uses GPU 0, which you did not ask for"
 
 
 def test_a_pid_that_only_nvidia_smi_names_is_no_victim() -> None:
@@ -385,3 +385,34 @@ def test_mps_is_not_asked_to_quit_when_only_some_gpus_are_wanted() -> None:
     listed = reading(500, 500, apps=[app(0, 50)])
 
     assert not choose(table(server), listed, ReclaimPolicy(gpus=[0])).spared[0].by_command
+
+
+@pytest.mark.parametrize("used", [[], [app(0, 50)]])
+def test_one_that_match_names_is_spared_on_a_gpu_that_nobody_asked_for(used: list[GpuApp]) -> None:
+    """Whether or not anybody uses a wanted GPU; and the wanted ones can be freed all the same."""
+    train = process(51, command_line="train.py")
+    seen = reading(500, 500, apps=[app(1, 51), *used])
+    choice = choose(table(process(50), train), seen, ReclaimPolicy(gpus=[0], match=[r"train\.py"]))
+
+    assert [x.pid for x in choice.victims] == [x.pid for x in used]
+    assert [(row.pid, row.reason, row.straddles) for row in choice.spared] == [
+        (51, "it uses GPU 1, which you did not ask for", False)
+    ]
+
+
+def test_with_foreign_pids_a_matched_holder_is_spared_for_some_gpus() -> None:
+    train = process(51, command_line="train.py")
+    seen = reading(500, 500, apps=[app(1, 4711)])
+    choice = choose(table(train), seen, ReclaimPolicy(gpus=[0], match=[r"train\.py"]))
+
+    assert choice.victims == []
+    assert choice.spared[0].reason == "nvidia-smi does not tell which GPU it uses"
+
+
+def test_a_named_unit_is_no_word_to_look_for() -> None:
+    journal = process(50, holds=False, command_line="journalctl -fu nvidia-dcgm.service")
+    policy = ReclaimPolicy(match=["nvidia-dcgm.service"])
+
+    assert sorted_out(journal, policy=policy) == ([], {})
+    assert sorted_out(journal, policy=ReclaimPolicy(match=["sglang.service"])) == ([], {})
+    assert sorted_out(journal, policy=ReclaimPolicy(match=["journalctl"])) == ([50], {})

@@ -144,7 +144,7 @@ def text_of(ask: Ask, row: Mapping[str, object], key: str, *, need: bool = False
 def number_of(ask: Ask, row: Mapping[str, object], key: str) -> int | None:
     """A field that must be a whole number where there is one."""
     text = text_of(ask, row, key)
-    if text and not re.fullmatch(r"-?\d+", text):
+    if text and not re.fullmatch(r"-?[0-9]{1,18}", text):
         raise odd(ask, f"{key} is {printable(text, limit=40)!r}, not a number")
     return int(text) if text else None
 
@@ -172,7 +172,7 @@ def guest_text(text: str) -> str:
     try:
         return decode(text.encode("latin-1"))
     except UnicodeEncodeError:
-        return text
+        return text.encode("utf-8", "backslashreplace").decode()
 
 
 def passing(cause: BaseException | None) -> bool:
