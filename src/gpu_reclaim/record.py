@@ -148,13 +148,17 @@ class Record:
     def choice(self, survey: Survey, units: Sequence[str] | None = None) -> Choice:
         """Who would be ended now, and who spared; `units` are those being stopped."""
         whole = () if self.policy.gpus else self.session.units
-        return choose(
+        choice = choose(
             survey.table,
             survey.reading,
             self.policy,
             units=whole if units is None else units,
             protect=self.session.protect,
         )
+        for row in choice.spared:
+            if row.pid in self.session.mps_left:
+                row.reason = f"{row.reason}; {self.session.mps_left[row.pid]}"
+        return choice
 
     def report(self, finding: Finding) -> ReclaimReport:
         """The report, with a verdict."""

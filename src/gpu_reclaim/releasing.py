@@ -121,9 +121,7 @@ def _quit_mps(session: Session, spared: list[Spared], table: ProcessTable, run: 
     result = run(script)
     starts = {process.pid: process.start_time for process in table.processes}
     ended, left = mps.parse_quit(result.section("mps"), servers, starts, result.where)
-    for row in servers:
-        if row.pid in left:
-            row.reason = f"{row.reason}; {left[row.pid]}"
+    session.mps_left |= left
     gone = {row.pid for row in ended}
     spared[:] = [row for row in spared if row.pid not in gone]
     return ended

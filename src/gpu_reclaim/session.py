@@ -44,6 +44,7 @@ class Session:
         script_timeout_s: Limit of a script that only reads, in seconds.
         owners: Units, beside `units`, of which a process was ended, with the invocation that ran.
         left: Processes that were sent KILL and stayed, as (pid, start time).
+        mps_left: Pid of an MPS server that did not quit to why.
         aliases: A unit's own name to all its names.
         named: Units that are in `units` because a policy named them.
         stopped: Units that were told to stop in this session.
@@ -65,6 +66,7 @@ class Session:
     script_timeout_s: float = 150
     owners: dict[str, str] = field(default_factory=dict)
     left: set[tuple[int, int]] = field(default_factory=set)
+    mps_left: dict[int, str] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)

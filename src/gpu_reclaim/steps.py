@@ -60,7 +60,7 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
         GuestRefused: The node says that the guest is another one, locked or stopped.
         TransportError: As `Transport.run`.
     """
-    for state in (session.stopped, session.left, session.owners):
+    for state in (session.stopped, session.left, session.owners, session.mps_left):
         state.clear()
     name_units(session, policy)
     if (session.links.node is not None or session.fit is not None) and policy.via != "ssh":

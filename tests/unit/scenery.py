@@ -91,6 +91,7 @@ class Host:
     smi_code: int = 0
     fuser: str = ""
     mps: str = ""
+    apps: str = ""
     driver: str = "590.48.01"
     mig: str = "[N/A]"
     hook: Callable[[Script], None] = lambda _: None
@@ -107,10 +108,15 @@ class Host:
         parts: dict[str, Callable[[str], str]] = {
             "identity": lambda _: "hostname llm\nmachine-id a1b2\n",
             "processes": lambda _: scan_text(self.processes),
-            "apps": lambda _: "".join(
-                f"app {UUIDS[index]}, {pid}, {mib}\n" for pid, (index, mib) in self.memory.items()
+            "apps": lambda _: (
+                "".join(
+                    f"app {UUIDS[index]}, {pid}, {mib}\n"
+                    for pid, (index, mib) in self.memory.items()
+                )
+                + self.apps
             ),
             "units": self._show,
+            "owners": self._show,
             "fuser": lambda _: f"fuser {self.fuser}\n",
             "end": self._end,
             "mps": lambda _: self.mps,

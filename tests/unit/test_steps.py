@@ -609,10 +609,12 @@ def test_mps_that_stays_is_spared_and_says_why() -> None:
     mps_server = process(60, exe="/usr/bin/nvidia-cuda-mps-server", name="nvidia-cuda-mps-server")
     host = server(processes=[mps_server])
     host.mps = "mps clients 60 4711\n"
-    outcome = fuser_release(scene(host).session, POLICY)
+    stage = scene(host)
+    outcome = fuser_release(stage.session, POLICY)
 
     assert outcome.ended == []
-    assert outcome.spared[0].reason.endswith("after its clients; it still has clients (4711)")
+    assert [row.pid for row in outcome.spared] == [60]
+    assert stage.session.mps_left == {60: "it still has clients (4711)"}
 
 
 def test_mps_that_the_policy_protects_is_not_asked() -> None:
