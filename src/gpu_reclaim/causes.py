@@ -196,17 +196,29 @@ NOT_ON_NODE = Cause(
     "pct says that its configuration does not exist there, as after a migration.",
     "check the vmid; after a migration, give the node it runs on now",
 )
+TEMPLATE = Cause(
+    Verdict.IDENTITY_MISMATCH,
+    "The container is a template, which never runs.",
+    "`pct status --verbose` says `template: 1`.",
+    "check the vmid: give that of a container made from it",
+)
 LOCKED = Cause(
     Verdict.GUEST_LOCKED,
     "Proxmox is backing up, migrating, cloning or rolling back the guest.",
     "The guest's `lock`, read in the same call that acts (`pct exec` itself ignores it).",
-    "wait until the {lock} is over; see `pct status {vmid} --verbose`",
+    "wait until the {lock} is over; see `{command}`",
 )
 STOPPED = Cause(
     Verdict.GUEST_STOPPED,
     "The guest does not run.",
     "Its status on the node is not `running`.",
-    "start it (`pct start {vmid}`) if it should run",
+    "start it (`{command}`) if it should run",
+)
+FROZEN = Cause(
+    Verdict.GUEST_STOPPED,
+    "The guest is frozen: whoever enters it hangs.",
+    "The state of its freezer control group, read on the node before it is entered.",
+    "let it go on (`{command}`), or wait for the backup that froze it",
 )
 UNREACHABLE = Cause(
     Verdict.UNREACHABLE,
@@ -291,4 +303,4 @@ def _shown(remedy: str) -> str:
     """A remedy for the table; what is filled in is shown in italics."""
     if remedy == "{advice}":
         return "what the message asks for, which names the setting or command"
-    return re.sub(r"\{(\w+)\}", r" *\1*", remedy).replace("  ", " ") or "nothing"
+    return re.sub(r" ?(\(?)`?\{(\w+)\}`?", r" \1*\2*", remedy) or "nothing"

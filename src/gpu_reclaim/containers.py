@@ -97,24 +97,24 @@ def refusal(where: str, vmid: int, hostname: str, section: Section) -> GpuReclai
     if section.code == STOPPED and values.get("template") == "1":
         return IdentityMismatch(
             f"{where}: container {vmid} is a template, which never runs; nothing was touched",
-            remedy="check the vmid: give that of a container made from it",
+            remedy=causes.TEMPLATE.advice(),
         )
     if section.code == STOPPED:
         return GuestStopped(
             f"{where}: container {vmid} is {values.get('status', 'not running')}; "
             "nothing was touched",
-            remedy=causes.STOPPED.advice(vmid=vmid),
+            remedy=causes.STOPPED.advice(command=f"pct start {vmid}"),
         )
     if section.code == LOCKED:
         lock = values.get("lock", "unknown")
         return GuestLocked(
             f"{where}: container {vmid} is locked ({lock}); nothing was touched",
-            remedy=causes.LOCKED.advice(lock=lock, vmid=vmid),
+            remedy=causes.LOCKED.advice(lock=lock, command=f"pct status {vmid} --verbose"),
         )
     if section.code == FROZEN:
         return GuestStopped(
             f"{where}: container {vmid} is frozen; nothing was touched",
-            remedy=f"let it go on (`pct resume {vmid}`), or wait for the backup that froze it",
+            remedy=causes.FROZEN.advice(command=f"pct resume {vmid}"),
         )
     if section.code == RENAMED:
         return IdentityMismatch(

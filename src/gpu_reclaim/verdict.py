@@ -67,6 +67,9 @@ def unprovable(e: Evidence) -> Finding | None:
     )
 
 
+SAID_LINES = 3
+"""Lines of a tool's own words in a summary; a log line has more."""
+
 OF_ERRORS: dict[type[GpuReclaimError], Cause] = {
     IdentityMismatch: causes.OTHER_MACHINE,
     GuestLocked: causes.LOCKED,
@@ -80,7 +83,10 @@ def of_error(error: GpuReclaimError) -> Finding:
     """The verdict when an error ended the run before the end; the error knows what to do."""
     cause = next((x for kind, x in OF_ERRORS.items() if isinstance(error, kind)), causes.UNCLEAR)
     advice = error.remedy or "look at the host, then run it again"
-    return Finding(cause.verdict, error.message, advice)
+    said = error.result.words(SAID_LINES).replace("\n", " / ") if error.result else ""
+    return Finding(
+        cause.verdict, f"{error.message}; it said: {said}" if said else error.message, advice
+    )
 
 
 # The reading.

@@ -63,6 +63,28 @@ class Case:
         """All of a unit's processes are to be ended."""
         self.victims |= set(witness.of_unit(self.lab, unit))
 
+    def reclaim(self) -> tuple[Verdict | None, ReclaimReport | None, str, str]:
+        """Reclaim; verdict, report, summary and remedy, whatever comes of it."""
+        quick = {"term_grace_s": 1, "settle_timeout_s": 2, "stable_samples": 2}
+        policy = ReclaimPolicy.model_validate(quick | self.policy)
+        changes = {name: value for name, value in self.session.items() if name != "other"}
+        session = ways.session(self.lab, policy.via, **changes)
+        sleep, rest = session.sleep, [self.meanwhile] if self.meanwhile else []
+
+        def sleep_with_events(seconds: float) -> None:
+            if rest:
+                rest.pop()()
+            sleep(seconds)
+
+        session.sleep = sleep_with_events
+        try:
+            report = reclaim(session, policy)
+        except GpusNotReclaimed as error:
+            report = error.report
+        except BadInput as error:
+            return None, None, error.message, error.remedy
+        return report.verdict, report, report.summary, report.remedy
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -105,7 +127,7 @@ def play(kind: Kind, case: Case) -> Played:
     lab = case.lab
     kind.play(case)
     before = people(case)
-    verdict, report, said, remedy = _reclaim(case)
+    verdict, report, said, remedy = case.reclaim()
     after = people(case)
     gone = {who: title for who, title in before.items() if who not in after}
     missed = case.victims & set(after)
@@ -136,26 +158,3 @@ def people(case: Case) -> dict[Identity, str]:
         if process.state != "Z":
             found[-process.pid, process.start] = process.title
     return found
-
-
-def _reclaim(case: Case) -> tuple[Verdict | None, ReclaimReport | None, str, str]:
-    quick = {"term_grace_s": 1, "settle_timeout_s": 2, "stable_samples": 2}
-    policy = ReclaimPolicy(**(quick | case.policy))
-    changes = {name: value for name, value in case.session.items() if name != "other"}
-    session = ways.session(case.lab, policy.via, **changes)
-    sleep, meanwhile = session.sleep, case.meanwhile
-    rest = [meanwhile] if meanwhile else []
-
-    def sleep_with_events(seconds: float) -> None:
-        if rest:
-            rest.pop()()
-        sleep(seconds)
-
-    session.sleep = sleep_with_events
-    try:
-        report = reclaim(session, policy)
-    except GpusNotReclaimed as error:
-        report = error.report
-    except BadInput as error:
-        return None, None, error.message, error.remedy
-    return report.verdict, report, report.summary, report.remedy

@@ -68,6 +68,8 @@ class Unit:
     required_by: str = ""
     wanted_by: str = ""
     invocation: str = "1"
+    names: str = ""
+    load: str = "loaded"
 
 
 @dataclass
@@ -140,7 +142,12 @@ class Host:
         )
 
     def _show(self, body: str) -> str:
-        return self._blocks(self._with_dependents(named_units(body)))
+        shown = self._with_dependents(named_units(body))
+        triggers = [x for name in shown if name in self.units for x in self._triggers(name)]
+        return self._blocks([*shown, *(x for x in triggers if "set -- " in body)])
+
+    def _triggers(self, name: str) -> list[str]:
+        return self.units[name].triggers.split()
 
     def _with_dependents(self, names: list[str]) -> list[str]:
         found = list(names)
@@ -151,7 +158,8 @@ class Host:
 
     def _blocks(self, names: list[str]) -> str:
         return "\n".join(
-            f"Id={name}\nNames={name}\nLoadState=loaded\nActiveState={self.units[name].active}\n"
+            f"Id={name}\nNames={name} {self.units[name].names}\n"
+            f"LoadState={self.units[name].load}\nActiveState={self.units[name].active}\n"
             f"SubState=x\nInvocationID={self.units[name].invocation}\n"
             f"TriggeredBy={self.units[name].triggers}\n"
             f"RequiredBy={self.units[name].required_by}\nWantedBy={self.units[name].wanted_by}\n"

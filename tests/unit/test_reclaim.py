@@ -17,8 +17,11 @@ from gpu_reclaim.errors import (
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, StoppedUnit, Verdict
 from gpu_reclaim.reclaim import conclude, plan, reclaim
 from gpu_reclaim.record import Record
+from gpu_reclaim.steps import survey
+from gpu_reclaim.stopping import stop_systemd
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
+from gpu_reclaim.verifying import verify
 from unit.scenery import Host, Scene, Unit, scan_text, scene
 from unit.values import process
 
@@ -303,3 +306,202 @@ def test_a_report_holds_no_command_line() -> None:
 
     assert "s3cret" not in report.model_dump_json()
     assert "s3cret" not in str(report)
+
+
+# What a hostile reading found.
+
+
+def reclaimed(stage: Scene, policy: ReclaimPolicy = POLICY) -> ReclaimReport:
+    """The report, whatever the verdict."""
+    try:
+        return reclaim(stage.session, policy)
+    except GpusNotReclaimed as error:
+        return error.report
+
+
+def test_one_that_survives_its_kill_is_told_though_it_holds_nothing_any_more() -> None:
+    """In state D its descriptors may be gone before it is."""
+    host = Host(used=[0], processes=[process(50)], immortal={50})
+
+    def hook(script: Script) -> None:
+        if script.name == "settle":
+            host.processes = [process(50, holds=False, state="D")]
+
+    host.hook = hook
+    report = reclaimed(scene(host))
+
+    assert report.verdict == Verdict.UNKILLABLE
+    assert "still there after KILL: sglang::scheduler (pid 50" in report.summary
+
+
+def test_a_unit_that_holds_this_very_run_is_refused() -> None:
+    host = Host(used=[0], units={SGLANG: Unit()})
+    host.processes = [process(900, unit=SGLANG, holds=False)]
+    stage = scene(host, units=["sglang"])
+
+    with pytest.raises(BadInput, match=r"this run is part of sglang\.service"):
+        reclaim(stage.session, POLICY)
+    assert stage.writes == []
+
+
+@pytest.mark.parametrize("mode", ["reclaim", "plan"])
+def test_a_protected_unit_that_would_stop_along_is_refused(mode: str) -> None:
+    units = {SGLANG: Unit(required_by="worker.service"), "worker.service": Unit()}
+    stage = scene(Host(used=[0], units=units), units=["sglang"], protect=["worker*"])
+
+    with pytest.raises(BadInput, match=r"would stop worker\.service along"):
+        reclaim(stage.session, ReclaimPolicy.model_validate({"mode": mode}))
+    assert stage.writes == []
+
+
+def test_what_stops_along_is_planned_and_reported() -> None:
+    units = {
+        SGLANG: Unit(required_by="worker.service", triggers="a.timer b.timer"),
+        "worker.service": Unit(),
+        "a.timer": Unit(),
+        "b.timer": Unit(active="inactive"),
+    }
+    stage = scene(Host(used=[0], units=units), units=["sglang"])
+    planned = reclaim(stage.session, ReclaimPolicy(mode="plan")).stopped
+    done = reclaim(stage.session, POLICY).stopped
+
+    assert planned == done
+    assert [(x.unit, x.triggered_by, x.because) for x in done] == [
+        (SGLANG, ["a.timer"], ""),
+        ("worker.service", [], f"systemd stops it along with {SGLANG}"),
+    ]
+
+
+def test_a_protection_by_an_alias_is_one() -> None:
+    host = Host(used=[0], units={SGLANG: Unit(names="llm.service")})
+    stage = scene(host, units=["sglang"], protect=["llm.service"])
+    report = reclaim(stage.session, POLICY)
+
+    assert report.stopped == []
+    assert host.units[SGLANG].active == "active"
+
+
+def test_an_owner_that_systemd_does_not_show_is_unknown() -> None:
+    host = Host(used=[900], processes=[process(50, unit="x.service")], memory={50: (0, 900)})
+    host.units = {"x.service": Unit()}
+    stage = scene(host)
+    answer = stage.direct.handler
+
+    def mute(script: Script) -> Answer:
+        failed: Answer = {"units": Section("Failed to connect to bus", 1)}
+        return failed if script.name == "look at the owners" else answer(script)
+
+    stage.direct.handler = mute
+    report = reclaimed(stage)
+
+    assert report.verdict == Verdict.UNKNOWN
+    assert "whether they come back is unknown" in report.summary
+
+
+def test_a_unit_stopped_by_an_attempt_whose_answer_was_lost_must_stay_down() -> None:
+    """With some GPUs wanted, nothing tells any more that it was on one of them."""
+    host = Host(
+        used=[900],
+        processes=[process(50, unit=SGLANG)],
+        memory={50: (0, 900)},
+        units={SGLANG: Unit()},
+    )
+    stage = scene(host, units=["sglang"])
+    policy = ReclaimPolicy(gpus=[0])
+    record = Record(stage.session, policy)
+    record.surveyed(survey(stage.session, policy))
+    before = record.before.units if record.before else []
+
+    def lose(script: Script) -> None:
+        if script.writes:
+            host.hook = lambda _: None
+            host.carry_out(script)
+            raise LinkLost("gone")
+
+    host.hook = lose
+    with pytest.raises(LinkLost):
+        stop_systemd(stage.session, policy, before)
+    record.did(stop_systemd(stage.session, policy, before))
+    host.units[SGLANG].active = "active"
+    record.verified(verify(stage.session, policy))
+
+    assert conclude(record).verdict == Verdict.RESPAWNED
+
+
+def test_a_container_that_a_stopped_unit_runs_is_no_reason_to_refuse() -> None:
+    inside = process(50, cgroups=[f"/system.slice/docker-{'0f' * 32}.scope"])
+    host = Host(used=[900], processes=[inside], memory={50: (0, 900)}, units={SGLANG: Unit()})
+
+    def hook(script: Script) -> None:
+        if script.name.startswith("stop "):
+            host.gone(50)
+
+    host.hook = hook
+    stage = scene(host, units=["sglang"])
+
+    assert reclaim(stage.session, POLICY).verdict == Verdict.CLEAN
+
+
+def test_a_unit_whose_file_is_gone_while_it_runs_is_known() -> None:
+    host = Host(used=[0], units={SGLANG: Unit(load="not-found")})
+    report = reclaim(scene(host, units=["sglang"]).session, POLICY)
+
+    assert [row.unit for row in report.stopped] == [SGLANG]
+
+
+def test_mps_that_quit_is_not_spared_too() -> None:
+    server = process(60, exe="/usr/bin/nvidia-cuda-mps-server", name="nvidia-cuda-mps-server")
+    host = Host(used=[900], processes=[server], memory={60: (0, 900)}, mps="mps ended 60\n")
+
+    def hook(script: Script) -> None:
+        if script.name == "ask MPS to quit":
+            host.gone(60)
+
+    host.hook = hook
+    report = reclaim(scene(host).session, POLICY)
+
+    assert [(row.pid, row.signal) for row in report.ended] == [(60, "quit")]
+    assert report.spared == []
+
+
+def test_a_second_reclaim_starts_anew() -> None:
+    host = Host(used=[900], processes=[process(50, unit="x.service")], memory={50: (0, 900)})
+    host.units = {"x.service": Unit(), SGLANG: Unit(), "nvidia-dcgm.service": Unit()}
+    stage = scene(host, units=["sglang"])
+    first = reclaim(stage.session, ReclaimPolicy(match=["nvidia-dcgm.service"]))
+    for unit in host.units.values():
+        unit.active = "active"
+    second = reclaim(stage.session, ReclaimPolicy(mode="plan"))
+
+    assert [row.unit for row in first.stopped] == [SGLANG, "nvidia-dcgm.service"]
+    assert [row.unit for row in second.stopped] == [SGLANG]
+    assert stage.session.units == [SGLANG]
+
+
+def test_a_unit_that_was_down_and_is_started_meanwhile_is_no_free_host() -> None:
+    host = Host(used=[0], units={SGLANG: Unit(active="inactive")})
+
+    def hook(script: Script) -> None:
+        if script.name == "settle":
+            host.units[SGLANG].active = "active"
+
+    host.hook = hook
+
+    assert reclaimed(scene(host, units=["sglang"])).verdict == Verdict.RESPAWNED
+
+
+def test_a_transient_unit_that_is_gone_by_now_keeps_no_other_from_being_stopped() -> None:
+    units = {SGLANG: Unit(), "run-1.service": Unit()}
+    host = Host(used=[900], processes=[process(50, unit=SGLANG)], memory={50: (0, 900)})
+    host.units = units
+    stage = scene(host, units=["sglang", "run-1"])
+
+    def hook(script: Script) -> None:
+        if script.writes:
+            units.pop("run-1.service", None)
+
+    host.hook = hook
+    report = reclaimed(stage)
+
+    assert report.verdict == Verdict.CLEAN
+    assert SGLANG in [row.unit for row in report.stopped]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from itertools import chain, repeat
 
+from gpu_reclaim import causes
 from gpu_reclaim.commands import (
     ANY_MACHINE,
     REMOTE_SLACK_S,
@@ -136,12 +137,15 @@ class GuestAgentTransport:
         if lock:
             raise GuestLocked(
                 f"{self.name}: Proxmox holds the lock {lock!r} on VM {self._vmid}",
-                remedy="wait until that task ends (Proxmox shows it), then try again",
+                remedy=causes.LOCKED.advice(lock=lock, command=f"qm config {self._vmid}"),
             )
         state = status.status if status.status != "running" else status.qmp_status or "running"
         if state != "running":
             raise GuestStopped(
-                f"{self.name}: VM {self._vmid} is {state}", remedy="start or resume the VM"
+                f"{self.name}: VM {self._vmid} is {state}",
+                remedy=causes.STOPPED.advice(
+                    command=f"qm {'resume' if state == 'paused' else 'start'} {self._vmid}"
+                ),
             )
         return place
 
