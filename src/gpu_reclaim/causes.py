@@ -125,6 +125,12 @@ STUCK = Cause(
     "a process in state D waits for the kernel, mostly for the driver: see `dmesg`, and plan a "
     "reboot of the machine that runs the driver; do not try again before",
 )
+TRACED = Cause(
+    Verdict.UNKILLABLE,
+    "A debugger or tracer holds the process at its end.",
+    "It is there after TERM and KILL, in state t.",
+    "end its tracer, which TracerPid in /proc/PID/status names",
+)
 ZOMBIE = Cause(
     Verdict.ZOMBIE,
     "A process is dead but not gone, and its memory is not released.",

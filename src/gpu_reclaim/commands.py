@@ -113,7 +113,8 @@ class Result:
     def words(self, lines: int) -> str:
         """The last lines a tool wrote for people: standard error, else standard output."""
         # What a look printed is not for people, and may hold command lines with secrets.
-        text = self.stderr.strip() or ("" if self.script.together else self.stdout.strip())
+        private = self.script.together or "processes" in self.script.sections
+        text = self.stderr.strip() or ("" if private else self.stdout.strip())
         said = [x for x in text.split("\n") if x and not x.startswith(MARK) and not _NOISE.match(x)]
         return printable("\n".join(said[-lines:]), newlines=True)
 
@@ -167,6 +168,8 @@ def frame(script: Script, guard: Guard = ANY_MACHINE) -> Framed:
     mark = f"{MARK}{secrets.token_hex(8)}"
     lines = [
         f'PATH="$PATH:{PATHS}"; LC_ALL=C; LANG=C; export PATH LC_ALL LANG',
+        # They change what stat and systemctl print, and how options are read.
+        "unset QUOTING_STYLE POSIXLY_CORRECT GREP_OPTIONS",
         f"echo '{mark} begin'",
     ]
     if guard != ANY_MACHINE:
@@ -215,7 +218,9 @@ def unframe(framed: Framed, raw: Result) -> Result:
     if f"\n{mark} end\n" not in f"\n{raw.stdout}\n":
         raise _unfinished(framed.script, raw)
     found = re.findall(
-        rf"^{mark} section ([^\n]+)\n(.*?)\n{mark} code ([0-9]{{1,3}})$", raw.stdout, re.M | re.S
+        rf"^{mark} section ([^\n]+)\n(.*?)\n{mark} code (0|[1-9][0-9]{{0,2}})$",
+        raw.stdout,
+        re.M | re.S,
     )
     sections = {name: Section(text, int(code)) for name, text, code in found}
     return Result(
@@ -224,7 +229,9 @@ def unframe(framed: Framed, raw: Result) -> Result:
 
 
 def _unfinished(script: Script, raw: Result) -> OutcomeUnknown:
-    if raw.exit_code in TIMEOUT_CODES:
+    # KILL and TERM may come from others, for example with the whole container.
+    early = raw.exit_code != TIMEOUT_CODES[0] and 0 < raw.seconds < script.timeout_s * 0.9
+    if raw.exit_code in TIMEOUT_CODES and not early:
         return TimedOut(
             f"{raw.where}: {script.name} did not end within {script.timeout_s:g} s",
             remedy="see what it waits for on the host: `ps -eo pid,stat,wchan,args`",

@@ -246,6 +246,7 @@ class UnitState(BaseModel):
         invocation: Names its present or last run; another one means that it was started anew.
         triggered_by: Sockets, timers and paths that start it.
         required_by: Units that systemd stops along with it.
+        end_actions: What systemd does to the machine when it ends, for example poweroff.
         wanted_by: Units whose start, or whose running, starts it.
     """
 
@@ -260,6 +261,7 @@ class UnitState(BaseModel):
     wanted_by: list[str] = []
     control_group: str = ""
     can_stop: bool = True
+    end_actions: list[str] = []
 
     @property
     def active(self) -> bool:

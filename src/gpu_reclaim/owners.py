@@ -9,7 +9,7 @@ from gpu_reclaim.models import Owner
 
 _GUEST = re.compile(
     r"^/lxc/([^/]+)(?:/ns)?(?=/|$)|^/lxc\.payload[./]([^/]+)|^/qemu\.slice/(\d+)\.scope"
-    r"|^/machine\.slice/machine-([^/]+)\.scope"
+    r"|^/machine\.slice/machine-([^/]+)\.scope|^/machine\.slice/systemd-nspawn@([^/]+)\.service"
 )
 """Proxmox names the control group of a guest lxc/VMID/ns or qemu.slice/VMID.scope, LXC and Incus
 lxc.payload.NAME, systemd-machined machine.slice/machine-NAME.scope."""
@@ -47,7 +47,7 @@ def owner(cgroups: Iterable[str]) -> Owner:
         cgroups: Paths of every hierarchy. A guest named by any of them outweighs all else, then a
             container or a Slurm step; otherwise the path that says most decides.
     """
-    paths = sorted(cgroups, key=len, reverse=True)
+    paths = sorted(map(unescaped, cgroups), key=len, reverse=True)
     guests = [match for match in map(_GUEST.match, paths) if match]
     if guests:
         return Owner(kind="guest", name=next(name for name in guests[0].groups() if name))
@@ -57,9 +57,15 @@ def owner(cgroups: Iterable[str]) -> Owner:
 
 
 def services(cgroups: Iterable[str]) -> list[str]:
-    """Every service that any of the paths goes through, in order, once each."""
-    parts = [part for path in cgroups for part in path.split("/")]
-    return list(dict.fromkeys(part for part in parts if part.endswith(".service")))
+    """Every service, slice and scope that any of the paths goes through, in order, once each."""
+    parts = [part for path in cgroups for part in unescaped(path).split("/")]
+    kinds = (".service", ".slice", ".scope")
+    return list(dict.fromkeys(part for part in parts if part.endswith(kinds)))
+
+
+def unescaped(path: str) -> str:
+    """Systemd puts a line before a name that begins with one, or like a control group's file."""
+    return re.sub(r"/_(?=[^/]+\.(?:service|scope|slice|mount|socket|swap)(?:/|$))", "/", path)
 
 
 def _inside(path: str) -> Owner | None:

@@ -30,6 +30,15 @@ def parse_scan(result: Result, section: Section, devices: DeviceSet = NVIDIA) ->
             remedy="mount /proc and install find, stat, grep and sed (coreutils, findutils)",
             result=result,
         )
+    unseen_by = {"fds", "nodes", "people"} - set(section.lines("sees"))
+    if unseen_by:
+        raise BadAnswer(
+            f"{result.where}: the tools there do not see even this run's own shell, so holders "
+            f"are unknown ({', '.join(sorted(unseen_by))})",
+            remedy="install find, stat, grep, sed, sort, tr and xargs (coreutils, findutils), or "
+            "busybox, and see what stands in /etc/environment",
+            result=result,
+        )
     held = _held(section, devices)
     exes = _exes(section)
     processes = [
@@ -210,7 +219,7 @@ _INTERPRETER = re.compile(r"(python[\d.]*|(ba|da|z)?sh|perl|ruby|node|java)$")
 def _name(comm: str, words: list[str]) -> str:
     """Title or program for people; of an interpreter also its script, never further arguments."""
     # A set title may hold the whole command line, secrets and all: options end what is shown.
-    first = re.split(r"\s+-|[?]", words[0].strip())[0].strip() if words else ""
+    first = re.split(r"\s+-|[?]|\s+\S*(?:=|://)", words[0].strip())[0].strip() if words else ""
     if not first:
         return printable(comm, limit=80)
     program = first.rpartition("/")[2] if first.startswith("/") else first

@@ -89,17 +89,26 @@ maps=$(grep -E -H -e ' /dev/|nvidia@PREFIXES@' [0-9]*/maps $map_files |
     -e 's,^([0-9/task]+)/maps:0*([0-9a-f]+-)0*([0-9a-f]+) [^/]*(/.*)$,map \1 \4 \2\3,p')
 [ -z "$maps" ] || maps=$(printf '%s\n' "$maps" | sort -u -k2,3)
 printf '%s\n' "$links" "$maps"
+# What is known of this very shell has to be seen by every tool, or nothing is believed.
+! printf '%s\n' "$fds" | grep -q -E "^'?$$/fd/1'? -> '?[^'\"]" || echo 'sees fds'
 files=$(printf '%s\n' "$links" "$maps" | sed -n -E \
   -e "s,^link '*([0-9/task]+/fd/[0-9]+)'* -> .*,\1,p" \
   -e '/^map /{' -e h -e 's,^map ([0-9/task]+) .* ([0-9a-f-]+)$,\1/map_files/\2,p' -e g \
   -e 's,^map ([0-9/task]+) (/[A-Za-z0-9_./:-]*) [0-9a-f-]+$,\1/root\2,p' -e '}')
-on "$files" stat -L -c 'node %t %T %F|%n'
+nodes=$(on "$files $$/fd/1" stat -L -c 'node %t %T %F|%n')
+printf '%s\n' "$nodes"
+case $nodes in *"|$$/fd/1"*) echo 'sees nodes';; esac
 pids=$(for file in $files $selves $(@MEMBERS@); do echo "${file%%/*}"; done | sort -u -n)
 @EVERYBODY@
 files=; exes=
 for p in $pids; do
   files="$files $p/comm $p/cmdline $p/stat $p/cgroup"; exes="$exes $p/exe"
 done
+case $(stat -c '%N' $$/exe | sed -n -E "s,^'?[0-9]+/exe'? -> '?/,seen ,p") in
+  seen*) case " $(printf '%s ' $pids)$(grep -azH '' $$/comm | tr '\n\0' '\1\n')" in
+    *" $$ "*"$$/comm:"*) echo 'sees people';;
+  esac;;
+esac
 on "$files" grep -azH '' | tr '\n\0' '\1\n'
 on "$exes" stat -c '%N' | sed -n -E "s,^'?[0-9]+/exe'? -> ,exe &,p"
 exit 0
@@ -137,7 +146,9 @@ def scan(
         everybody: Describe every process (for `match`), not only those.
         wide: Follow descriptors of files outside /dev too: a device node may be made anywhere.
     """
-    groups = " ".join(f"-e {shlex.quote('/' + unit)}" for unit in units)
+    # systemd puts a line before a name that begins with one.
+    names = [f"{head}{unit}" for unit in units for head in ("/", "/_")]
+    groups = " ".join(f"-e {shlex.quote(name)}" for name in names)
     members = f"grep -l -F {groups} [0-9]*/cgroup" if groups else ":"
     prefixes = "".join(f"|{_literal(text)}" for text in devices.path_prefixes)
     fill = {

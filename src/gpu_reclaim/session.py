@@ -164,8 +164,9 @@ def look(
 def dependent_units(section: Section, units: Sequence[str]) -> list[UnitState]:
     """Units that systemd stops along with some."""
     states = systemd.live_triggers(systemd.parse_show(section))
-    names = systemd.dependents(states, units)
-    return [state for state in states if state.name in names]
+    triggers = [x for state in states if state.name in units for x in state.triggered_by]
+    names = systemd.dependents(states, [*units, *triggers])
+    return [state for state in states if state.name in names or state.name in triggers]
 
 
 def _reading(result: Result, *, gpus: bool, apps: bool) -> GpuReading:

@@ -29,7 +29,15 @@ look() {
   [ $# -ge 20 ] || return 1
   state=$1; threads=${18}; start=${20}
 }
-now() { read -r up rest < /proc/uptime; up=${up%.*}${up#*.}; }
+ticks=0
+# Where /proc/uptime cannot be read, the pauses of the wait are counted instead.
+now() {
+  up=; read -r up rest < /proc/uptime
+  case $up in
+    *[0-9].[0-9]*) up=${up%.*}${up#*.};;
+    *) ticks=$((ticks + 5)); up=$ticks;;
+  esac
+}
 # A dead leader whose threads live on still holds everything, and can be signalled.
 dead() { [ "$state" = X ] || { [ "$state" = Z ] && [ "$threads" -le 1 ]; }; }
 there() { look "$1" && [ "$start" = "$2" ] && ! dead; }

@@ -113,7 +113,8 @@ def units_to_stop(session: Session, policy: ReclaimPolicy, seen: Survey) -> list
 def _protected(session: Session, policy: ReclaimPolicy, unit: str) -> str:
     """The name of host or policy that protects a unit, by any of its names."""
     patterns = [*session.protect, *policy.protect]
-    return protected_name(patterns, unit, *session.aliases.get(unit, ()))
+    names = [unit, *session.aliases.get(unit, ())]
+    return protected_name(patterns, *names, *(name.removesuffix(".service") for name in names))
 
 
 def _check_units(session: Session, policy: ReclaimPolicy, found: Survey) -> None:
@@ -125,19 +126,59 @@ def _check_units(session: Session, policy: ReclaimPolicy, found: Survey) -> None
             "stopped when the policy's match names it in full",
         )
     going = units_to_stop(session, policy, found)
-    along = dependents([*found.units, *found.dependents], [state.name for state in going])
-    # Targets only group units: nothing stops with them.
-    others = [x for x in found.dependents if x.name in along and x.active]
-    others = [state for state in others if not state.name.endswith(".target")]
+    others = _along(found, going)
     _check_triggers(session, policy, [*going, *others])
     _check_along(session, policy, others)
+    _check_gpus(session, policy, found, others)
     _check_ourselves(session, found, [*going, *others])
+    _check_machine(session, [*going, *others])
     refusing = [state.name for state in going if state.active and not state.can_stop]
     if refusing:
         raise CommandFailed(
             f"{session.host}: {', '.join(refusing)} refuses to be stopped by hand "
             "(RefuseManualStop); nothing was touched",
             remedy="stop what it belongs to, and name that in the GpuHost block",
+        )
+
+
+def _along(found: Survey, going: Sequence[UnitState]) -> list[UnitState]:
+    """Live units that systemd stops along with those, and with their triggers."""
+    shown = [*found.units, *found.dependents]
+    names = [state.name for state in going]
+    roots = [*names, *(unit for state in going for unit in state.triggered_by)]
+    along = dependents(shown, roots)
+    # Targets only group units: nothing stops with them.
+    return [
+        state
+        for state in shown
+        if state.name in along and state.active and not state.name.endswith(".target")
+    ]
+
+
+def _check_gpus(
+    session: Session, policy: ReclaimPolicy, found: Survey, along: Sequence[UnitState]
+) -> None:
+    """Who stops along must not use GPUs that nobody asked for."""
+    if not policy.gpus:
+        return
+    wanted = wanted_holders(found.table, found.reading, policy)
+    for process in found.table.holders:
+        unit = next((x.name for x in along if in_unit(process.cgroups, x.name)), "")
+        if unit and process.pid not in wanted:
+            raise BadInput(
+                f"{session.host}: systemd would stop {unit} along, which uses GPUs that you did "
+                "not ask for; nothing was touched",
+                remedy="want those GPUs too (the policy's gpus), or untie the units",
+            )
+
+
+def _check_machine(session: Session, going: Sequence[UnitState]) -> None:
+    acts = [state for state in going if state.active and state.end_actions]
+    if acts:
+        raise BadInput(
+            f"{session.host}: when {acts[0].name} ends, systemd would {acts[0].end_actions[0]} the "
+            "machine; nothing was touched",
+            remedy=f"take SuccessAction= and FailureAction= out of {acts[0].name}",
         )
 
 

@@ -30,12 +30,17 @@ PROPERTIES = (
     "UpheldBy",
     "ControlGroup",
     "CanStop",
+    "SuccessAction",
+    "FailureAction",
 )
 """What is read of each unit; a systemd that does not know one of them leaves it out."""
 
 STOPPED_ALONG = ("RequiredBy", "BoundBy", "ConsistsOf", "RequisiteOf", "PropagatesStopTo")
 """systemd stops these units along with the one they name (systemd.unit(5): Requires=, BindsTo=,
 PartOf=, Requisite=, PropagatesStopTo=)."""
+
+END_ACTIONS = ("SuccessAction", "FailureAction")
+"""What systemd does to the machine (poweroff, reboot, exit) when the unit ends."""
 
 STARTED_BY = ("RequiredBy", "BoundBy", "WantedBy", "UpheldBy")
 """These units start the one they name when they start, or, with Upholds=, whenever they run."""
@@ -54,7 +59,7 @@ def unit_name(name: str) -> str:
     Raises:
         BadInput: It is no unit name (systemctl would read wildcards and options in it).
     """
-    if not _UNIT.fullmatch(name):
+    if not _UNIT.fullmatch(name) or re.search(r"@(\.[a-z]+)?$", name):
         raise BadInput(
             f"{name!r} is no systemd unit name",
             remedy="give the unit as `systemctl status` names it, without wildcards",
@@ -71,19 +76,16 @@ def show(units: Iterable[str]) -> str:
 _SHOW = f"systemctl show --no-pager -p {','.join(PROPERTIES)}"
 
 _TREE = f"""
-seen=" "; next="$*"; triggers=
+seen=" "; next="$*"
 while [ -n "$next" ]; do
   out=$({_SHOW} -- $next); code=$?
   printf '%s\\n\\n' "$out"
   [ $code -eq 0 ] || exit {{failed}}
   seen="$seen$next "
-  triggers="$triggers $(printf '%s\\n' "$out" | sed -n 's/^TriggeredBy=//p')"
-  more=$(printf '%s\\n' "$out" | sed -n -E 's/^({"|".join(STOPPED_ALONG)})=//p')
+  more=$(printf '%s\\n' "$out" | sed -n -E 's/^({"|".join(("TriggeredBy", *STOPPED_ALONG))})=//p')
   next=
   for unit in $more; do case "$seen$next " in *" $unit "*) ;; *) next="$next $unit";; esac; done
-done
-set -- $triggers
-[ $# -eq 0 ] || {_SHOW} -- "$@" || exit {{failed}}"""
+done"""
 
 REFUSED = 90
 """Exit status of `stop` when a unit is unknown or refuses to be stopped by hand."""
@@ -221,5 +223,8 @@ def _state(values: dict[str, str]) -> UnitState:
         required_by=[name for key in STOPPED_ALONG for name in values.get(key, "").split()],
         wanted_by=[name for key in STARTED_BY for name in values.get(key, "").split()],
         control_group=values.get("ControlGroup", ""),
+        end_actions=[
+            values[key] for key in END_ACTIONS if values.get(key, "none") not in ("", "none")
+        ],
         can_stop=values.get("CanStop", "yes") != "no",
     )

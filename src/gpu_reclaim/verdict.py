@@ -172,7 +172,8 @@ def _held_visibly(e: Evidence) -> Finding | None:
     stuck = [process for process, row in rows if row and row.outcome != "denied"]
     denied = [process for process, row in rows if row and row.outcome == "denied"]
     if stuck:
-        return causes.STUCK.finding(f"still there after KILL: {text}{_waits(e.ended, stuck)}")
+        cause = causes.TRACED if all(x.state == "t" for x in stuck) else causes.STUCK
+        return cause.finding(f"still there after KILL: {text}{_waits(e.ended, stuck)}")
     if denied:
         return causes.DENIED.finding(f"not allowed to signal: {text}")
     if e.policy.gpus and all((x.pid, x.start_time) in e.known for x in e.holders):

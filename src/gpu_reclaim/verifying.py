@@ -94,7 +94,8 @@ def _look_at_node(session: Session, survey: Survey) -> None:
     node = session.links.node
     if node is None:
         return
-    script = Script("look at the node", {"processes": processes.scan(session.devices)})
+    body = processes.scan(session.devices)
+    script = Script("look at the node", {"processes": body}, timeout_s=session.script_timeout_s)
     try:
         result = node.run(script)
         table = processes.parse_scan(result, result.section("processes"), session.devices)

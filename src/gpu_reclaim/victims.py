@@ -27,6 +27,9 @@ MANAGED = ("container", "Slurm step")
 GROUPS = ("unit", "user unit", "scope", "container", "Slurm step")
 """Owners whose processes work together: ending one of them stops the others' work."""
 
+MATCHED = 4096
+"""Characters of a command line that `match` looks at: a pattern's time grows with them."""
+
 UNREAD = "its descriptors could not be read"
 NOT_FOLLOWED = "they could not be followed in time"
 UNASKED = "which you did not ask for"
@@ -153,7 +156,7 @@ def matches(process: Process, policy: ReclaimPolicy) -> bool:
     # A unit of the driver named in full is meant as that unit, not as a word in a command line.
     units = {unit for unit in policy.named_units if protected_name(PROTECTED_UNITS, unit)}
     patterns = [text for text in policy.match if text.replace("\\.", ".") not in units]
-    return any(re.search(pattern, text) for pattern in patterns for text in texts)
+    return any(re.search(pattern, text[:MATCHED]) for pattern in patterns for text in texts)
 
 
 def protection(
@@ -185,8 +188,10 @@ def protection(
 
 def _named(process: Process, names: Iterable[str]) -> str:
     """The name of host or policy that protects it; empty when none does."""
-    units = [owner(process.cgroups).name, *services(process.cgroups)]
-    return protected_name(names, program(process), process.name, process.comm, *units)
+    groups = services(process.cgroups)
+    units = [owner(process.cgroups).name, *groups, *(x.removesuffix(".service") for x in groups)]
+    known = (program(process), process.exe, process.name, process.comm, *units)
+    return protected_name(names, *known)
 
 
 def program(process: Process) -> str:

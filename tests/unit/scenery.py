@@ -20,6 +20,7 @@ NAMESPACE = "pid:[4026531836]"
 def scan_text(processes: list[Process], namespace: str = NAMESPACE) -> str:
     """What the look through /proc prints about them."""
     lines = [f"ns {namespace}", "major 195 nvidia", "self 900", "session 899"]
+    lines += ["sees fds", "sees nodes", "sees people"]
     for process in processes:
         pid = process.pid
         for number, device in enumerate(process.devices, 3):
@@ -69,6 +70,7 @@ class Unit:
     wanted_by: str = ""
     invocation: str = "1"
     names: str = ""
+    more: str = ""
     load: str = "loaded"
 
 
@@ -142,17 +144,14 @@ class Host:
         )
 
     def _show(self, body: str) -> str:
-        shown = self._with_dependents(named_units(body))
-        triggers = [x for name in shown if name in self.units for x in self._triggers(name)]
-        return self._blocks([*shown, *(x for x in triggers if "set -- " in body)])
-
-    def _triggers(self, name: str) -> list[str]:
-        return self.units[name].triggers.split()
+        names = named_units(body)
+        return self._blocks(self._with_dependents(names) if "set -- " in body else names)
 
     def _with_dependents(self, names: list[str]) -> list[str]:
         found = list(names)
         for name in found:
-            more = self.units[name].required_by.split() if name in self.units else []
+            unit = self.units.get(name, Unit())
+            more = [*unit.required_by.split(), *unit.triggers.split()]
             found += [unit for unit in more if unit not in found]
         return found
 
@@ -164,6 +163,7 @@ class Host:
             f"TriggeredBy={self.units[name].triggers}\n"
             f"RequiredBy={self.units[name].required_by}\nWantedBy={self.units[name].wanted_by}\n"
             f"ControlGroup=/system.slice/{name}\nCanStop={self.units[name].can_stop}\n"
+            f"{self.units[name].more}\n"
             if name in self.units
             else f"Id={name}\nLoadState=not-found\nActiveState=inactive\n"
             for name in names

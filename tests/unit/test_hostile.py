@@ -145,3 +145,17 @@ def test_shell_that_stops_its_own_time_limit_is_ended() -> None:
 
 def test_bad_input_is_a_value_error() -> None:
     assert issubclass(BadInput, ValueError)
+
+
+@pytest.mark.parametrize(
+    "title", ["server api_key=sk-SECRET123", "srv https://user:SECRETpw@host/x", "a b=SECRET c"]
+)
+def test_a_set_title_shows_no_secret(title: str) -> None:
+    assert "SECRET" not in named(title)
+    assert named(title)
+
+
+def test_what_a_script_printed_of_processes_is_in_no_message() -> None:
+    result = Result(Script("end", {"end": "", "processes": ""}), "a host", "1/cmdline:x", "", 1)
+
+    assert result.words(9) == ""

@@ -186,3 +186,13 @@ def test_the_command_that_stops_it(of: Owner, command: str) -> None:
 def test_membership_of_a_unit(path: str, expected: bool) -> None:
     assert in_unit([path], "a.service") is expected
     assert in_unit(v1(path), "a.service") is expected
+
+
+def test_a_name_that_systemd_escaped_is_the_units_own() -> None:
+    assert str(owner(["/system.slice/__llm.service"])) == "unit _llm.service"
+    assert str(owner(["/system.slice/_memory.service"])) == "unit memory.service"
+    assert in_unit(["/system.slice/__llm.service"], "_llm.service")
+
+
+def test_a_container_of_nspawn_is_another_machine() -> None:
+    assert str(owner(["/machine.slice/systemd-nspawn@box.service/payload"])) == "guest box"

@@ -11,7 +11,7 @@ from gpu_reclaim.processes import NVIDIA, DeviceSet, parse_scan, scan
 
 HEAD = (
     "ns pid:[4026531836]\nmajor 1 mem\nmajor 195 nvidia\nmajor 236 nvidia-caps\n"
-    "self 900\nself 1\nsession 899\n"
+    "self 900\nself 1\nsession 899\nsees fds\nsees nodes\nsees people\n"
 )
 STAT = "S 1 7 899 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 5555 0 0"
 CHAR = "character special file"

@@ -186,7 +186,7 @@ def test_a_holder_is_told_of_whatever_else_was_not_printed(
     seen: list[Process], lost: list[bool]
 ) -> None:
     lines = scan_text(seen).split("\n")
-    needed = ("ns ", "major ", "self ", "session ", "link ", "node ")
+    needed = ("ns ", "major ", "self ", "session ", "sees ", "link ", "node ")
     kept = [line for line in lines if line.startswith(needed)]
     text = "\n".join(kept) + "\n" + without([x for x in lines if x not in kept], lost)
     result = Result(Script("look", {}), "a host", text, "", 0)
@@ -537,7 +537,7 @@ def test_a_units_name_is_refused_or_one_word_of_the_script(
 
     assert all(unit.isascii() and not re.search(r"[\s'\"$`;&|<>*?\[]", unit) for unit in units)
     if units:
-        words = [part for unit in units for part in ("-e", f"/{unit}")]
+        words = [part for unit in units for part in ("-e", f"/{unit}", "-e", f"/_{unit}")]
         assert members_of(script) == ["grep", "-l", "-F", *words, "[0-9]*/cgroup"]
     assert re.sub(r"grep -l -F.*?cgroup", "", script) == re.sub(r"grep -l -F.*?cgroup", "", plain)
 

@@ -463,7 +463,11 @@ def test_who_is_protected_stays_so_when_lines_about_it_are_lost(
 ) -> None:
     lines = scan_text(seen).split("\n")
     flags = [*lost, *[False] * len(lines)]
-    kept = [x for x, gone in zip(lines, flags, strict=False) if not gone or x[:3] in ("ns ", "sel")]
+    kept = [
+        x
+        for x, gone in zip(lines, flags, strict=False)
+        if not gone or x[:3] in ("ns ", "sel", "see")
+    ]
     text = "\n".join(kept)
     result = Result(Script("look", {}), "a host", text, "", 0)
     table = parse_scan(result, Section(text, 0))

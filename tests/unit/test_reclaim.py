@@ -527,3 +527,57 @@ def test_the_report_for_a_terminal() -> None:
     assert lines[-1] == (
         "  still there (state D) after KILL: sglang::scheduler (pid 50, holds /dev/nvidia0 (fd))"
     )
+
+
+def test_a_unit_whose_end_would_power_the_machine_off_is_refused() -> None:
+    host = Host(used=[0], units={SGLANG: Unit(more="SuccessAction=poweroff\nFailureAction=none")})
+    stage = scene(host, units=["sglang"])
+
+    with pytest.raises(BadInput, match=r"when sglang\.service ends, systemd would poweroff"):
+        reclaim(stage.session, ReclaimPolicy(mode="plan"))
+
+
+def test_a_host_unit_that_is_protected_is_not_stopped_along() -> None:
+    units = {SGLANG: Unit(required_by="b.service"), "b.service": Unit()}
+    stage = scene(Host(used=[0], units=units), units=["sglang", "b"], protect=["b"])
+
+    with pytest.raises(BadInput, match=r"would stop b\.service along"):
+        reclaim(stage.session, POLICY)
+
+
+def test_what_is_bound_to_a_trigger_is_seen() -> None:
+    units = {
+        SGLANG: Unit(triggers="a.socket"),
+        "a.socket": Unit(required_by="bound.service"),
+        "bound.service": Unit(),
+    }
+    stage = scene(Host(used=[0], units=units), units=["sglang"], protect=["bound.service"])
+
+    with pytest.raises(BadInput, match=r"would stop bound\.service along"):
+        reclaim(stage.session, POLICY)
+
+
+def test_a_server_on_other_gpus_is_not_stopped_along() -> None:
+    host = Host(used=[900, 900], memory={50: (0, 900), 51: (1, 900)})
+    host.processes = [process(50, unit=SGLANG), process(51, unit="b.service")]
+    host.units = {SGLANG: Unit(required_by="b.service"), "b.service": Unit()}
+    stage = scene(host, units=["sglang"])
+
+    with pytest.raises(BadInput, match=r"would stop b\.service along, which uses GPUs that you"):
+        reclaim(stage.session, ReclaimPolicy(gpus=[0]))
+    assert stage.writes == []
+
+
+@pytest.mark.parametrize("missing", ["sees fds", "sees nodes", "sees people"])
+def test_a_look_that_does_not_even_see_its_own_shell_is_unknown(missing: str) -> None:
+    stage = scene(Host(used=[0]))
+    answer = stage.direct.handler
+
+    def blind(script: Script) -> Answer:
+        found = dict(answer(script))  # type: ignore[arg-type]
+        found["processes"] = str(found["processes"]).replace(missing, "")
+        return found
+
+    stage.direct.handler = blind
+
+    assert refused(stage).verdict == Verdict.UNKNOWN

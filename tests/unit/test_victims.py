@@ -206,7 +206,10 @@ def test_processes_of_protected_units_are_spared_whatever_they_are(unit: str, sp
         ("olla", False),
         ("Ollama", False),
         ("other.service", False),
-        ("rag", False),
+        ("rag", True),
+        ("ra", False),
+        ("/opt/ollama", True),
+        ("system.slice", True),
     ],
 )
 def test_names_of_policy_and_host_protect_by_program_title_name_and_unit(
