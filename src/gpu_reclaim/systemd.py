@@ -28,6 +28,7 @@ PROPERTIES = (
     "PropagatesStopTo",
     "WantedBy",
     "UpheldBy",
+    "After",
     "ControlGroup",
     "CanStop",
 )
@@ -219,6 +220,7 @@ def _state(values: dict[str, str]) -> UnitState:
         invocation=values.get("InvocationID", ""),
         triggered_by=values.get("TriggeredBy", "").split(),
         required_by=[name for key in STOPPED_ALONG for name in values.get(key, "").split()],
+        after=values.get("After", "").split(),
         wanted_by=[name for key in STARTED_BY for name in values.get(key, "").split()],
         control_group=values.get("ControlGroup", ""),
         can_stop=values.get("CanStop", "yes") != "no",
