@@ -14,10 +14,13 @@ from gpu_reclaim.commands import Result, Script
 from gpu_reclaim.errors import BadAnswer, HeldByOther, HoldBroken, HoldLost
 from gpu_reclaim.holding import Answer, Claim
 from gpu_reclaim.models import ReclaimPolicy, RestoredUnit, RestoreReport, Survey
+from gpu_reclaim.owners import in_unit
+from gpu_reclaim.protected import PROTECTED_UNITS, protected_name
 from gpu_reclaim.restoring import parse_units
 from gpu_reclaim.session import Session
 from gpu_reclaim.steps import units_to_stop
 from gpu_reclaim.systemd import dependents
+from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +64,31 @@ def take(
     session.held = own
     session.signed_s = session.clock()
     claim = _claim(session, owner or default_owner(), run_url)
-    body = holding.take(claim, own, holding.restore_order(states, own))
+    rest = _rest(session, policy, before, own)
+    body = holding.take(claim, own, holding.restore_order(states, own), rest)
     result, answer = _ask(session, "take the host", body, UNITS_S)
     if answer.status == "held":
         session.held = None
-        raise _held_by_other(session, answer, result)
+        raise _held_by_other(session, answer)
     _need(session, answer, result)
     log.info("%s: held; %s cannot be started", session.host, ", ".join(own) or "no unit")
     if answer.left_by:
         log.warning("%s: %s had left units stopped; put back first", session.host, answer.left_by)
     return list(answer.found) if answer.left_by else []
+
+
+def _rest(
+    session: Session, policy: ReclaimPolicy, before: Survey, own: Sequence[str]
+) -> list[tuple[str, int, int]]:
+    """Who of the units is to be ended with them; of the driver's own units nobody is."""
+    units = [unit for unit in own if not protected_name(PROTECTED_UNITS, unit)]
+    choice = choose(before.table, before.reading, policy, units=units, protect=session.protect)
+    return [
+        (unit, victim.pid, victim.start_time)
+        for unit in units
+        for victim in choice.victims
+        if in_unit(victim.cgroups, unit)
+    ]
 
 
 def default_owner() -> str:
@@ -192,7 +210,6 @@ def _need(session: Session, answer: Answer, result: Result) -> None:
         raise HoldLost(
             f"{session.host}: the hold is no longer ours",
             remedy=causes.HOLD_LOST.advice(),
-            result=result,
         )
     if answer.status in ("broken", "unset", "unshown"):
         what = f"could be started although held: {', '.join(answer.broken)}"
@@ -204,14 +221,13 @@ def _need(session: Session, answer: Answer, result: Result) -> None:
     raise _unclear(session, answer.status, result)
 
 
-def _held_by_other(session: Session, answer: Answer, result: Result) -> HeldByOther:
+def _held_by_other(session: Session, answer: Answer) -> HeldByOther:
     lease = answer.lease
     who = f"{lease.owner} {lease.url}".strip() if lease else "somebody"
     since, until = (lease.since, lease.expires) if lease else ("?", "?")
     return HeldByOther(
         f"{session.host}: held by {who} since {since} until {until}; nothing was touched",
         remedy=causes.HELD.advice(until=until),
-        result=result,
     )
 
 

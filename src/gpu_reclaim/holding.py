@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu_reclaim.commands import Section, printable
+from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.models import Lease, RestoredUnit, UnitState
 from gpu_reclaim.restoring import (
     EVERY_S,
-    HOST,
-    Places,
     filled,
     functions,
     parse_units,
@@ -75,16 +74,28 @@ class Answer:
     why: str = ""
 
 
-def take(claim: Claim, own: Sequence[str], order: Sequence[str], *, places: Places = HOST) -> str:
+def take(
+    claim: Claim,
+    own: Sequence[str],
+    order: Sequence[str],
+    rest: Sequence[tuple[str, int, int]] = (),
+    *,
+    places: Places = HOST,
+) -> str:
     """Shell text that takes the host, writes down what runs, and sets the hold.
 
     Args:
         claim: Who, and for how long.
         own: Units to be stopped; they are held whether they run or not.
         order: Those and the units that systemd stops along, in the order of putting them back.
+        rest: Unit, pid and start time of who is to be ended with it: should it outlive the stop,
+            it is ended before the unit is started again.
         places: Where things are.
     """
     units = f"OWN={shlex.quote(' '.join(own))} ORDER={shlex.quote(' '.join(order))}"
+    left = {unit: [f"{pid}:{at}" for of, pid, at in rest if of == unit] for unit in own}
+    lines = [f"rest {unit} {' '.join(who)}" for unit, who in left.items() if who]
+    units = f"{units} REST={shlex.quote(chr(10).join(lines))}"
     body = filled(TAKE, places).replace("@EVERY@", str(EVERY_S))
     body = body.replace("@SCRIPT@", script_file(places))
     return "\n".join([functions(places), claim.shell(), units, OURS, body])

@@ -20,10 +20,10 @@ systemd's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import get_args
 
 from gpu_reclaim.commands import PATHS, Section
+from gpu_reclaim.lease import HOST, PRELUDE, Places
 from gpu_reclaim.models import RestoredUnit, RestoreOutcome
 
 START_LIMIT_S = 120
@@ -34,64 +34,6 @@ TIMER = "gpu-reclaim-deadman"
 EVERY_S = 5
 """How often the dead-man timer looks at the lease, in seconds."""
 
-
-@dataclass(frozen=True)
-class Places:
-    """Where things are on the host; tests put them elsewhere."""
-
-    run: str = "/run"
-    lib: str = "/var/lib"
-
-
-HOST = Places()
-
-_PRELUDE = r"""
-set -f
-umask 022
-# Whoever asked may be gone before the end; what is begun here is finished all the same.
-trap '' PIPE HUP
-RUN=@RUN@/gpu-reclaim LOCK=@RUN@/gpu-reclaim-lock UNITS=@RUN@/systemd/system
-LIB=@LIB@/gpu-reclaim HOLD=50-gpu-reclaim-hold.conf NOTE=
-now() { read -r up rest </proc/uptime; printf '%s\n' "${up%%.*}"; }
-started() { sed 's/.*) //' "/proc/$1/stat" | cut -d ' ' -f 20; }
-# A container that starts anew keeps the machine's boot id, but its first process is another.
-boot() { printf '%s-%s\n' "$(cat /proc/sys/kernel/random/boot_id)" "$(started 1)"; }
-value() { [ ! -e "$1" ] || sed -n "s/^$2 //p" "$1"; }
-state() { systemctl show --no-pager -p "$2" -- "$1" | sed -n "s/^$2=//p"; }
-print_of() { systemctl --no-pager cat -- "$1" | cksum; }
-tell() { printf '%s%s\n' "$NOTE" "$*"; }
-
-lock() {
-  mine="$$:$(started $$)"; tries=0
-  while :; do
-    holder=$(readlink "$LOCK"); pid=${holder%%:*}
-    if [ -z "$holder" ]; then
-      ! ln -s "$mine" "$LOCK" || return 0
-    elif [ "$holder" = "$mine" ]; then
-      return 0
-    elif [ ! -e "/proc/$pid/stat" ] || [ "$(started "$pid")" != "${holder#*:}" ]; then
-      # Its holder is dead; of those who see that, one alone can move it away.
-      if mv "$LOCK" "$LOCK.$$"; then
-        moved=$(readlink "$LOCK.$$")
-        [ "$moved" = "$holder" ] || ln -s "$moved" "$LOCK"
-        rm -f "$LOCK.$$"
-        continue
-      fi
-    fi
-    tries=$((tries + 1))
-    [ "$tries" -le "$1" ] || return 1
-    sleep 0.2 || sleep 1
-  done
-}
-unlock() { [ "$(readlink "$LOCK")" != "$mine" ] || rm -f "$LOCK"; }
-
-# The lease is there, of this boot, and not over.
-valid() {
-  [ -e "$RUN/lease" ] && [ "$(value "$RUN/lease" boot)" = "$(boot)" ] || return 1
-  until=$(value "$RUN/lease" expires_uptime)
-  [ "$(now)" -lt "${until:-0}" ]
-}
-"""
 
 _RESTORE = r"""
 let_go() {
@@ -108,13 +50,41 @@ let_go() {
   [ -z "$changed" ] || systemctl daemon-reload
 }
 
-# A stop that was cut leaves the drop-in that keeps systemd from sending KILL.
-no_rest() {
+# A stop that was cut leaves the drop-in that keeps systemd from sending KILL; status 1 while the
+# unit still stops, and needs it.
+may_kill_again() {
   file="$UNITS/$1.d/gpu-reclaim-no-kill.conf"
   [ -e "$file" ] || return 0
+  [ "$2" != deactivating ] || return 1
   rm -f "$file"
   [ -n "$(ls -A "${file%/*}")" ] || rmdir "${file%/*}"
   systemctl daemon-reload
+}
+
+# PID:START is there, and not only a zombie.
+lives() {
+  [ -e "/proc/${1%%:*}/stat" ] || return 1
+  case "$(sed 's/.*) //' "/proc/${1%%:*}/stat" | cut -d ' ' -f 1,20)" in
+    Z*) return 1;;
+    *" ${1#*:}") return 0;;
+  esac
+  return 1
+}
+living() { for who in $rest; do ! lives "$who" || printf '%s ' "$who"; done; }
+
+# A stop that was cut, or a KillMode that spares workers, leaves some of the unit. Those alone are
+# ended who were chosen for it before the stop.
+end_rest() {
+  rest=$(value "$LIB/record" "rest $(quoted "$1")")
+  [ -n "$rest" ] && [ "$(value "$LIB/record" boot)" = "$(boot)" ] || return 0
+  for sign in TERM KILL; do
+    rest=$(living) tries=0
+    for who in $rest; do kill -s "$sign" "${who%%:*}"; done
+    while [ -n "$(living)" ] && [ "$tries" -lt 25 ]; do
+      sleep 0.2 || sleep 1
+      tries=$((tries + 1))
+    done
+  done
 }
 
 start_it() {
@@ -132,8 +102,11 @@ put_back() {
       tell "unit $1 running"; return;;
   esac
   if [ "$(state "$1" LoadState)" = not-found ]; then tell "unit $1 gone"; return; fi
-  no_rest "$1"
+  may_kill_again "$1" "$active" || {
+    failing="$failing $1 "; tell "unit $1 failed it is still stopping"; return
+  }
   if [ "$(print_of "$1")" != "$2" ]; then tell "unit $1 edited"; return; fi
+  end_rest "$1"
   if start_it "$1"; then begun="$begun $1:0"; else begun="$begun $1:$?"; fi
 }
 
@@ -228,7 +201,7 @@ def filled(text: str, places: Places = HOST) -> str:
 
 def functions(places: Places = HOST) -> str:
     """Shell functions that take, prove and restore share."""
-    return filled(_PRELUDE + _RESTORE, places)
+    return filled(PRELUDE + _RESTORE, places)
 
 
 def script_file(places: Places = HOST) -> str:

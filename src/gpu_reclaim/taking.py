@@ -18,8 +18,8 @@ write_lease() {
   at=$(date +%s)
   printf '%s\n' "token $TOKEN" "owner $OWNER" "url $URL" "since $(date_of "${1:-$at}")" \
     "since_s ${1:-$at}" "expires $(date_of $((at + TTL)))" \
-    "expires_uptime $(($(now) + TTL))" "boot $(boot)" >"$RUN/lease.$$"
-  chmod 644 "$RUN/lease.$$"
+    "expires_uptime $(($(now) + TTL))" "boot $(boot)" >"$RUN/lease.$$" &&
+    chmod 644 "$RUN/lease.$$"
 }
 renew() {
   OWNER=$(value "$RUN/lease" owner) URL=$(value "$RUN/lease" url)
@@ -39,7 +39,7 @@ role_of() {
 }
 line_of() {
   case "$carried" in
-    *" $1 "*) sed -n "/^unit $(printf '%s' "$1" | sed 's/[.\\]/\\&/g') /p" "$LIB/record";;
+    *" $1 "*) sed -n "/^unit $(quoted "$1") /p" "$LIB/record";;
     *)
       enabled=$(systemctl --no-pager is-enabled -- "$1" | head -n 1)
       printf '%s\n' "unit $1 $role ${enabled:--} $(print_of "$1")";;
@@ -80,8 +80,11 @@ write_record() {
   (
     umask 077
     printf '%s\n' "boot $(boot)" "token $TOKEN" "owner $OWNER" "url $URL" \
-      "since $(date_of "$(date +%s)")" "$before$units$after" | sed '/^$/d' >"$LIB/record.new"
-  ) && mv "$LIB/record.new" "$LIB/record"
+      "since $(date_of "$(date +%s)")" "$before$units$after" "$REST" |
+      sed '/^$/d' >"$LIB/record.new"
+  ) && mv "$LIB/record.new" "$LIB/record" || return 1
+  # Should power fail, it must be on the disk; but nothing is stopped for a slow disk's sake.
+  timeout 10 sync "$LIB/record" || :
 }
 
 write_restore() {
