@@ -116,9 +116,11 @@ look_again() {
   for row in $begun; do
     name=${row%:*} code=${row##*:}
     active=$(state "$name" ActiveState) sub=$(state "$name" SubState)
-    case "$active/$sub/$code" in
-      failed/* | */auto-restart/* | inactive/*/[!0]*)
-        failing="$failing $name "; tell "unit $name failed it is $active ($sub)";;
+    again=$(state "$name" NRestarts)
+    case "$active/$sub/$code/${again:-0}" in
+      failed/* | */auto-restart/* | inactive/*/[!0]*/* | */[1-9] | */[1-9][0-9]*)
+        failing="$failing $name "
+        tell "unit $name failed it is $active ($sub), restarted ${again:-0} times";;
       active/* | inactive/*) tell "unit $name started";;
       *) tell "unit $name started it is still $active ($sub)";;
     esac
