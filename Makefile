@@ -7,7 +7,7 @@ BIN := .venv/bin
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
 
-## make demo              see it work on a pretend guest; needs no root, GPU or network service
+## make demo              see it work on a pretend guest; needs no root, docker or GPU
 demo: .venv/installed
 	$(BIN)/python deployments/demo/demo.py
 
@@ -29,7 +29,7 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=tests $(BIN)/mypy --explicit-package-bases tests benchmarks
+	MYPYPATH=tests $(BIN)/mypy --explicit-package-bases tests benchmarks docs
 	$(BIN)/mypy deployments/demo/*.py
 	$(BIN)/lint-imports
 
@@ -65,4 +65,4 @@ docs: .venv/installed
 
 ## make clean             remove the virtual environment and what was built
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv build dist *.egg-info src/*.egg-info

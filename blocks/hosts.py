@@ -13,7 +13,7 @@ from gpu_reclaim.commands import ANY_MACHINE, Guard
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy, Survey, Via
 from gpu_reclaim.session import Session
-from gpu_reclaim.settings import Settings
+from gpu_reclaim.settings import load as load_settings
 from gpu_reclaim.steps import survey
 from gpu_reclaim.systemd import unit_name
 from gpu_reclaim.transport import Transport
@@ -92,12 +92,13 @@ class GpuHost(Careful, Block):
         node = self.guest.node() if self.guest else None
         inside = self.guest.inside(node) if self.guest else None
         links = Links(direct=self._direct(guard), hypervisor=inside, node=node, via=via)
-        settings = Settings()
+        settings = load_settings()
         name = host or self._block_document_name or "this machine"
         if (via == "hypervisor" and inside is None) or (via == "ssh" and links.direct is None):
             raise BadInput(
                 f"{name}: via={via!r} is asked for, and the host has no such way",
-                remedy="give the GpuHost block an ssh or a guest, or use via='auto'",
+                remedy="use via='auto', or give the GpuHost block "
+                + ("an ssh" if via == "ssh" else "a guest with node_ssh (or an api, for a VM)"),
             )
         return Session(
             host=name,

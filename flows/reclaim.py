@@ -32,7 +32,7 @@ from gpu_reclaim.tasks import (
     verify_nvidia_smi,
 )
 from gpu_reclaim.tasks.artifacts import show_report
-from gpu_reclaim.tasks.host import DEFAULT_HOST, DEFAULT_POLICY, open_host
+from gpu_reclaim.tasks.host import DEFAULT_HOST, DEFAULT_POLICY, open_host, with_defaults
 
 CUT_SHORT = causes.CUT_SHORT.finding("the run was cut short; what is listed was done before")
 
@@ -49,7 +49,8 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
 
     Args:
         host: Name of the GpuHost block document; by default that of GPU_RECLAIM_HOST.
-        policy: What may be done, and how long it may take.
+        policy: What may be done, and how long it may take; what it leaves unset is as the
+            settings have it (GPU_RECLAIM_POLICY__...).
 
     Returns:
         The report, with verdict clean, residue or planned.
@@ -58,6 +59,7 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
         BadInput: What was asked makes no sense; nothing was touched.
         GpusNotReclaimed: For every other verdict; it carries the report.
     """
+    policy = with_defaults(policy)
     check_policy(policy)
     with open_host(host, policy.via) as session:
         record = Record(session, policy)

@@ -24,16 +24,23 @@ from prefect.runtime import task_run
 
 from gpu_reclaim.blocks import GpuHost
 from gpu_reclaim.errors import AccessRefused, HostKeyRefused, TransportError, UnknownHost
-from gpu_reclaim.models import Step, Via
+from gpu_reclaim.models import ReclaimPolicy, Step, Via
 from gpu_reclaim.session import Session
-from gpu_reclaim.settings import Settings
+from gpu_reclaim.settings import load as load_settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DEFAULT_HOST = Settings().host
-DEFAULT_POLICY = Settings().policy
+DEFAULT_HOST = load_settings().host
+DEFAULT_POLICY = load_settings().policy
 """Read when the module is imported, so that forms and deployments show them."""
+
+
+def with_defaults(policy: ReclaimPolicy) -> ReclaimPolicy:
+    """The policy, and what it leaves unset as the settings have it."""
+    given = {name: getattr(policy, name) for name in policy.model_fields_set}
+    return DEFAULT_POLICY.model_copy(update=given)
+
 
 RETRIES = 2
 RETRY_DELAYS_S = [1.0, 3.0]
@@ -66,7 +73,7 @@ def _route_logs() -> None:
     if not any(isinstance(handler, _RunLogHandler) for handler in logger.handlers):
         logger.addHandler(_RunLogHandler())
         logger.propagate = False
-        logger.setLevel(Settings().log_level)
+        logger.setLevel(load_settings().log_level)
 
 
 _route_logs()
@@ -78,7 +85,7 @@ def load_host(name: str) -> GpuHost:
     Raises:
         UnknownHost: There is no such block document, or no name and no default.
     """
-    wanted = name or Settings().host
+    wanted = name or load_settings().host
     if not wanted:
         raise UnknownHost(
             "no host was named", remedy="give the name of a GpuHost block, or set GPU_RECLAIM_HOST"
@@ -89,9 +96,9 @@ def load_host(name: str) -> GpuHost:
     except ValueError as error:
         raise UnknownHost(
             f"{wanted!r}: the GpuHost block cannot be loaded: {_short(error)}",
-            remedy=f"{_known()}; save one: "
+            remedy=f"{_known()}, or save one: "
             'GpuHost(ssh=SshAccess.load("..."), units=["..."]).save("NAME")',
-        ) from error
+        ) from None
     if not isinstance(found, GpuHost):
         raise UnknownHost(f"{wanted!r} is no GpuHost block", remedy="give the name of a GpuHost")
     return found
@@ -105,7 +112,7 @@ def _known() -> str:
     except PrefectHTTPStatusError:
         return "no GpuHost block was ever registered"
     names = [document.name for document in found if document.name]
-    return f"there are: {', '.join(names)}" if names else "there is no GpuHost block yet"
+    return f"name one of {', '.join(names)}" if names else "there is no GpuHost block yet"
 
 
 def _short(error: Exception) -> str:

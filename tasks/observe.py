@@ -10,7 +10,13 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from gpu_reclaim import settling, steps, verifying
 from gpu_reclaim.models import ReclaimPolicy, Sample, Settled, Survey
 from gpu_reclaim.tasks import artifacts
-from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
+from gpu_reclaim.tasks.host import (
+    DEFAULT_POLICY,
+    count_attempts,
+    open_host,
+    ops_task,
+    with_defaults,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +37,7 @@ def survey(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Survey:
         GuestRefused: The guest is another one, locked or stopped.
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         found = steps.survey(session, policy)
     count_attempts(found.step)
@@ -61,6 +68,7 @@ def settle(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Settled:
     Raises:
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         settled = settling.settle(session, policy, _Progress(host))
     count_attempts(settled.step)
@@ -118,6 +126,7 @@ def verify_nvidia_smi(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Surv
     Raises:
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         found = verifying.verify(session, policy)
     count_attempts(found.step)

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from gpu_reclaim import releasing, stopping
 from gpu_reclaim.models import Outcome, ReclaimPolicy, UnitState
 from gpu_reclaim.tasks import artifacts
-from gpu_reclaim.tasks.host import DEFAULT_POLICY, count_attempts, open_host, ops_task
+from gpu_reclaim.tasks.host import (
+    DEFAULT_POLICY,
+    count_attempts,
+    open_host,
+    ops_task,
+    with_defaults,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +39,7 @@ def stop_systemd(
         CommandFailed: A unit did not stop.
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         return _finish(host, stopping.stop_systemd(session, policy, before))
 
@@ -51,6 +58,7 @@ def proxmox_exec_kill(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Outc
         GuestRefused: The guest is another one, locked or stopped; nothing was touched.
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         return _finish(host, releasing.proxmox_exec_kill(session, policy))
 
@@ -66,6 +74,7 @@ def fuser_release(host: str, policy: ReclaimPolicy = DEFAULT_POLICY) -> Outcome:
     Raises:
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         return _finish(host, releasing.fuser_release(session, policy))
 

@@ -24,13 +24,4 @@ elif [ $# -gt 0 ]; then
     exec .venv/bin/pytest "$@"
 fi
 
-# The lab mostly waits for its guest, so the other tests run beside it; their output comes after.
-beside=$(mktemp)
-.venv/bin/pytest -m 'not lab and not exhaustive' >"$beside" 2>&1 &
-others=$!
-status=0
-.venv/bin/pytest -m 'lab and not exhaustive' || status=$?
-wait "$others" || status=$?
-cat "$beside"
-rm -f "$beside"
-exit "$status"
+exec .venv/bin/python tests/side_by_side.py

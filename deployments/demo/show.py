@@ -21,9 +21,12 @@ One reclaim from beginning to end, on a pretend guest on this machine.
 """
 
 NEXT = """
-  1. A Prefect server, if you have none (in a terminal of its own):
+  1. A Prefect server, if you have none: in a terminal of its own
 
        .venv/bin/prefect server start
+
+     and then, once:
+
        .venv/bin/prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api
 
   2. Say once what your host is. Its host key: cat /etc/ssh/ssh_host_ed25519_key.pub there.
@@ -41,17 +44,17 @@ SAVE = """
 from gpu_reclaim.blocks import GpuHost, ProxmoxGuest, SshAccess
 
 key = {"private_key_path": "~/.ssh/id_ed25519"}
-GpuHost(
-    ssh=SshAccess(address="GUEST", host_key="ssh-ed25519 AAAA...", **key),
-    # Only for a Proxmox container: the second way in, when the guest's own SSH is down.
-    guest=ProxmoxGuest(
-        vmid=129,
-        hostname="GUEST-HOSTNAME",
-        node_ssh=SshAccess(address="NODE", host_key="ssh-ed25519 AAAA...", **key),
-    ),
-    units=["sglang.service"],
-    expected_gpus=4,
-).save("gpu-box", overwrite=True)
+ssh = SshAccess(address="GUEST", host_key="ssh-ed25519 AAAA...", **key)
+ssh.save("gpu-box-ssh", overwrite=True)
+
+# Only for a Proxmox container: the second way in, when the guest's own SSH is down.
+node = SshAccess(address="NODE", host_key="ssh-ed25519 AAAA...", **key)
+node.save("pve-ssh", overwrite=True)
+guest = ProxmoxGuest(vmid=129, hostname="GUEST-HOSTNAME", node_ssh=node)
+guest.save("gpu-box-guest", overwrite=True)
+
+host = GpuHost(ssh=ssh, guest=guest, units=["sglang.service"], expected_gpus=4)
+host.save("gpu-box", overwrite=True)
 END
 """
 

@@ -54,13 +54,14 @@ CLEAN = Cause(
 RESIDUE = Cause(
     Verdict.RESIDUE,
     "Free but for a small rest that the driver keeps.",
-    "As clean, with 1 to `residue_mib` MiB left on a GPU and nobody holding it. `strict_zero` "
-    "refuses it.",
+    "As clean, with 1 to `residue_mib` MiB left on a GPU and no unprotected process holding it. "
+    "`strict_zero` refuses it.",
 )
 PLANNED = Cause(
     Verdict.PLANNED,
     "Nothing was touched; the report says what a reclaim would do.",
-    'The policy\'s mode is "plan".',
+    'The policy\'s mode is "plan". A plan raises too, where a reclaim would be refused before it '
+    "begins.",
 )
 PROTECTED = Cause(
     Verdict.HELD_BY_PROTECTED,
@@ -154,7 +155,7 @@ RUNS_AGAIN = Cause(
 GPU_LOST = Cause(
     Verdict.GPU_MISSING,
     "A GPU that answered before is gone, or another one answers in its place.",
-    "A UUID of the first reading is missing in the last one.",
+    "A UUID of the first reading is missing in the last one, or has another number.",
     "see `nvidia-smi -L` and `dmesg | grep -i xid`; the GPU may have fallen off the bus",
 )
 GPU_COUNT = Cause(
@@ -170,6 +171,12 @@ UNREADABLE = Cause(
     "touched.",
     "run nvidia-smi on the host; see `dmesg | grep -i -e nvrm -e xid` on the machine that loads "
     "the driver",
+)
+NOT_INSTALLED = Cause(
+    Verdict.DRIVER_FAULT,
+    "There is no nvidia-smi, so nothing can be proven.",
+    "The shell finds none (exit status 127). Refused before anything is touched.",
+    "check that this is the right host; put nvidia-smi (the driver brings it) on the login's PATH",
 )
 FAULTY = Cause(
     Verdict.DRIVER_FAULT,
@@ -237,14 +244,16 @@ SLOW = Cause(
 UNSOUND = Cause(
     Verdict.UNKNOWN,
     "The reading contradicts itself.",
-    "No GPU was read, or one is listed twice.",
+    "A reading that seemed sound has no wanted GPU, or has one twice: the last guard. Where "
+    "nvidia-smi prints such rows it is a driver_fault.",
     "run nvidia-smi on the host",
 )
 NOT_A_NUMBER = Cause(
     Verdict.UNKNOWN,
     "Memory in use is not known, and unknown is not zero.",
     "It reads `[N/A]`, `[Insufficient Permissions]` or anything else that is no number.",
-    "run as root; with MIG, memory is shown per instance only to the privileged",
+    "see what `nvidia-smi` shows there, as root: with MIG, memory is shown per instance only to "
+    "the privileged",
 )
 NOT_ROOT = Cause(
     Verdict.UNKNOWN,

@@ -36,7 +36,9 @@ MARK = "@gr-"
 """Begins every marker; the rest of one is used once."""
 
 
-_NOISE = re.compile(r"(stat|find|grep): .*\d+/(fd|maps|exe|status|cmdline|comm|cgroup|map_files)")
+_NOISE = re.compile(
+    r"(stat|find|grep): .*\d+/(fd|maps|exe|status|stat|cmdline|comm|cgroup|map_files)"
+)
 """A process that ended while it was looked at; every look has some of these."""
 
 

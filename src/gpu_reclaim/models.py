@@ -501,7 +501,7 @@ class ReclaimReport(BaseModel):
             because = f", because {unit.because}" if unit.because else ""
             lines.append(f"  {verb} {' '.join([unit.unit, *unit.triggered_by])}{because}")
         for row in self.ended:
-            what = "would end" if planned else f"{row.outcome} {row.signal}".strip()
+            what = "would end" if planned else _fate(row)
             lines.append(f"  {what}: {_line(row)}")
         lines += [f"  spared: {_line(row)}: {row.reason}" for row in self.spared]
         lines += [f"  put back first, of an earlier run: {row}" for row in self.leftovers]
@@ -512,5 +512,13 @@ class ReclaimReport(BaseModel):
 
 
 def _line(row: Ended | Spared) -> str:
-    held = f", holds {', '.join(row.devices)}" if row.devices else ""
-    return f"{row.name} (pid {row.pid}, {row.owner}{held})"
+    known = [f"pid {row.pid}"] if row.pid else []
+    known += [row.owner] if row.owner not in ("", "none") else []
+    known += [f"holds {', '.join(row.devices)}"] if row.devices else []
+    return f"{row.name} ({', '.join(known)})" if known else row.name
+
+
+def _fate(row: Ended) -> str:
+    if len(row.outcome) == 1:
+        return f"still there (state {row.outcome}) after {row.signal}"
+    return f"{row.outcome} {row.signal}".strip()

@@ -25,7 +25,7 @@ SshTransport(SshOptions("10.0.0.9", private_key_path="~/.ssh/id_ed25519"))
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -110,7 +110,8 @@ def plan(record: Record) -> ReclaimReport:
 def _plan_summary(victims: list[Process], units: list[str], minutes: float) -> str:
     held = f", and hold the host for {minutes:g} minutes" if minutes else ""
     stop = f"stop {', '.join(units)}" if units else "stop no unit"
-    return f"nothing was touched; a reclaim would {stop} and end {len(victims)} processes{held}"
+    processes = "1 process" if len(victims) == 1 else f"{len(victims)} processes"
+    return f"nothing was touched; a reclaim would {stop} and end {processes}{held}"
 
 
 def conclude(record: Record) -> ReclaimReport:
@@ -153,7 +154,7 @@ def _evidence(record: Record, survey: Survey, choice: Choice) -> Evidence:
         running_again=survey.running_again,
         restarting=survey.restarting,
         blind=record.blind(survey),
-        unlisted=[] if not record.policy.gpus else unlisted(record, survey),
+        unlisted=unlisted(record, survey, {x.pid for x in choice.victims}),
         trusted=trusted(survey.table, survey.reading),
         strangers=strangers(survey),
         uninspected=len(survey.table.uninspected),
@@ -177,15 +178,18 @@ def strangers(survey: Survey) -> list[str]:
     return list(found.values())
 
 
-def unlisted(record: Record, survey: Survey) -> list[str]:
-    """Unprotected holders that are not known to use a wanted GPU."""
+def unlisted(record: Record, survey: Survey, victims: Collection[int] = ()) -> list[str]:
+    """Unprotected holders, not to be ended, of which nothing tells which GPUs they use."""
+    if not record.policy.gpus:
+        return []
     everything = record.policy.model_copy(update={"gpus": []})
     choice = choose(survey.table, survey.reading, everything, protect=record.session.protect)
-    listed = {app.pid for app in survey.reading.apps}
+    known = {app.pid for app in survey.reading.apps}
+    known = known.union(victims) if trusted(survey.table, survey.reading) else set(victims)
     return [
         steps.describe(x)
         for x in choice.victims
-        if any(is_gpu_node(device) for device in x.devices) and x.pid not in listed
+        if x.pid not in known and any(is_gpu_node(device) for device in x.devices)
     ]
 
 

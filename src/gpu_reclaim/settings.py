@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -19,6 +20,10 @@ from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 
 TOML_FILE = Path("gpu-reclaim.toml")
+
+
+def _upper(text: object) -> object:
+    return text.upper() if isinstance(text, str) else text
 
 
 class Settings(BaseSettings):
@@ -44,7 +49,9 @@ class Settings(BaseSettings):
 
     host: str = ""
     policy: ReclaimPolicy = ReclaimPolicy()
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)
+    ] = "INFO"
     # nvidia-smi may need a minute without persistence mode; a look asks it twice.
     script_timeout_s: float = Field(default=150, gt=0, le=3600)
     device_prefixes: list[str] = []
@@ -76,3 +83,26 @@ class Settings(BaseSettings):
         except tomllib.TOMLDecodeError as error:
             raise BadInput(f"{TOML_FILE} is no TOML: {error}", remedy="mend the file") from error
         return init_settings, env_settings, dotenv_settings, toml
+
+
+def load() -> Settings:
+    """The settings of this installation.
+
+    Raises:
+        BadInput: One of them makes no sense; it is named.
+    """
+    try:
+        return Settings()
+    except ValidationError as error:
+        rows = [
+            f"GPU_RECLAIM_{'__'.join(str(part).upper() for part in row['loc'])}: {row['msg']}"
+            for row in error.errors(include_input=False, include_url=False)
+        ]
+        text = f"the settings make no sense: {'; '.join(rows)}"
+    except SettingsError as error:
+        text = f"the settings cannot be read: {error}"
+    raise BadInput(
+        text,
+        remedy="correct it in the environment, .env or gpu-reclaim.toml; lists are given as JSON, "
+        """for example '["ollama*"]'""",
+    )

@@ -33,7 +33,10 @@ def check_policy(policy: ReclaimPolicy) -> None:
         BadInput: The policy asks for it.
     """
     if policy.approve:
-        raise BadInput("approve is not supported yet", remedy="run with mode='plan' first")
+        raise BadInput(
+            "approve is not supported yet",
+            remedy="leave it out; mode='plan' shows what would be done",
+        )
 
 
 def check_may_act(session: Session, policy: ReclaimPolicy) -> None:

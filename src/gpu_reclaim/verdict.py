@@ -55,7 +55,7 @@ def hopeless(e: Evidence) -> Finding | None:
     Stopping a service would be for nothing, if nothing could be proven afterwards, or if a process
     that must be left alone is known to use the memory.
     """
-    return unprovable(e) or _straddles(e) or _kept_by_protected(e)
+    return unprovable(e) or _straddles(e) or _kept_by_protected(e) or _unlisted(e)
 
 
 def unprovable(e: Evidence) -> Finding | None:
@@ -89,7 +89,8 @@ def of_error(error: GpuReclaimError) -> Finding:
     """The verdict when an error ended the run before the end; the error knows what to do."""
     cause = next((x for kind, x in OF_ERRORS.items() if isinstance(error, kind)), causes.UNCLEAR)
     advice = error.remedy or "look at the host, then run it again"
-    said = error.result.words(SAID_LINES).replace("\n", " / ") if error.result else ""
+    spoke = error.result is not None and error.result.stderr.strip() != ""
+    said = error.result.words(SAID_LINES).replace("\n", " / ") if error.result and spoke else ""
     return Finding(
         cause.verdict, f"{error.message}; it said: {said}" if said else error.message, advice
     )
@@ -102,6 +103,8 @@ def _reading_failed(e: Evidence) -> Finding | None:
     if not e.after.problem:
         return None
     cause = causes.SLOW if timed_out(e.after) else causes.UNREADABLE
+    if "exit status 127" in e.after.problem:
+        cause = causes.NOT_INSTALLED
     return cause.finding(f"GPU memory could not be read: {e.after.problem}")
 
 
@@ -382,8 +385,12 @@ def _free(e: Evidence) -> Finding:
     left = [gpu for gpu in e.wanted if gpu.memory_used_mib]
     if left:
         allowed = e.policy.residue_mib
-        return causes.RESIDUE.finding(f"no holder; {_memory(left)}, at most {allowed} allowed")
-    return causes.CLEAN.finding(f"{len(e.wanted)} GPUs at 0 MiB, no unprotected holder")
+        return causes.RESIDUE.finding(
+            f"no unprotected holder; {_memory(left)}, at most {allowed} allowed"
+        )
+    count = len(e.wanted)
+    what = "1 GPU" if count == 1 else f"{count} GPUs"
+    return causes.CLEAN.finding(f"{what} at 0 MiB, no unprotected holder")
 
 
 def _memory(gpus: Sequence[Gpu]) -> str:

@@ -124,7 +124,7 @@ def test_residue_is_called_residue(lab: Lab) -> None:
     report = reclaim(ways.session(lab), SHORT.model_copy(update={"settle_timeout_s": 20}))
     assert (report.verdict, report.summary) == (
         Verdict.RESIDUE,
-        "no holder; GPU 1: 40 MiB in use, at most 100 allowed",
+        "no unprotected holder; GPU 1: 40 MiB in use, at most 100 allowed",
     )
     assert [gpu.memory_used_mib for gpu in report.gpus_after] == [0, 40, 0, 0]
 

@@ -198,7 +198,7 @@ def test_wanted_gpu_takes_its_worker_alone(lab: Lab) -> None:
     who = witness.identity(lab, pids[1])
     people = witness.everybody(lab)
     report = reclaim(ways.session(lab), ReclaimPolicy(gpus=[1]))
-    assert report.summary == "1 GPUs at 0 MiB, no unprotected holder"
+    assert report.summary == "1 GPU at 0 MiB, no unprotected holder"
     assert (report.verdict, witness.ended(report)) == (Verdict.CLEAN, {who})
     assert set(people) - set(witness.everybody(lab)) == {who}
     assert witness.memory(lab) == [2000, 0, 2000, 2000]

@@ -381,23 +381,34 @@ def thawed_afterwards(lab: Lab) -> Iterator[None]:
         run(["lxc-unfreeze", "-P", str(LXC), "-n", str(lab.vmid)])
 
 
-def left_behind(lab: Lab) -> list[str]:
-    """What runs on the node beside its listener, or was started in the guest by us."""
+def left_behind(lab: Lab) -> dict[tuple[int, int], str]:
+    """What runs on the node beside its listener, or was started in the guest by us.
+
+    By host pid and start time: other tests' connections may still be open.
+    """
     ours = str(Path("/proc/self/ns/pid").readlink())
-    node = [x.title for x in processes_in(ours) if "gpu-reclaim-lab-node" in x.cgroups]
-    hung = [x.title for x in processes_in(ours) if f"lxc-attach -P {LXC} " in x.title]
-    guest = [x.title for x in lab.guest.processes()]
+    here = list(processes_in(ours))
+    node = [x for x in here if "gpu-reclaim-lab-node" in x.cgroups]
+    hung = [x for x in here if f"lxc-attach -P {LXC} " in x.title]
     ending = r"^lxc-attach |^timeout -k|^sh -s|/pct |^sshd: root"
-    return [title for title in [*node, *hung, *guest] if re.search(ending, title)]
+    found = [x for x in [*node, *hung, *lab.guest.processes()] if re.search(ending, x.title)]
+    return {(x.host_pid, x.start): x.title for x in found}
+
+
+@contextmanager
+def nothing_left_behind(lab: Lab) -> Iterator[None]:
+    """Whatever is started meanwhile is gone soon after."""
+    before = set(left_behind(lab))
+    yield
+    wait_until("nothing is left", lambda: not set(left_behind(lab)) - before)
 
 
 def test_frozen_guest_is_not_entered(lab: Lab) -> None:
     lab.start_server()
-    with witness.untouched(lab), frozen(lab):
+    with witness.untouched(lab), frozen(lab), nothing_left_behind(lab):
         started = time.monotonic()
         report = refused(lab, "auto")
         assert time.monotonic() - started < 5
-        wait_until("nothing is left on the node", lambda: not left_behind(lab))
     assert report.verdict == Verdict.GUEST_STOPPED
     assert report.summary == f"{node_where(lab)}: container 129 is frozen; nothing was touched"
     assert report.remedy == (
@@ -429,12 +440,11 @@ def test_guest_frozen_just_before_it_is_entered(lab: Lab, monkeypatch: pytest.Mo
     """The check came too early: the time limit on the node holds, and nothing is caught up on."""
     monkeypatch.setattr("gpu_reclaim.transport.pct.REMOTE_SLACK_S", 1)
     lab.start_server()
-    with witness.untouched(lab), pct_with("exec lxc-attach -P", FREEZE):
-        with thawed_afterwards(lab):
-            started = time.monotonic()
-            report = refused(lab, "hypervisor", script_timeout_s=1)
-            assert time.monotonic() - started < 9
-        wait_until("nothing is left on the node", lambda: not left_behind(lab))
+    trap = pct_with("exec lxc-attach -P", FREEZE)
+    with witness.untouched(lab), trap, nothing_left_behind(lab), thawed_afterwards(lab):
+        started = time.monotonic()
+        report = refused(lab, "hypervisor", script_timeout_s=1)
+        assert time.monotonic() - started < 9
     assert report.verdict == Verdict.UNKNOWN
     assert report.summary == (
         f"container 129 through {node_where(lab)}: survey did not begin within 1 s: entering the "
@@ -453,11 +463,11 @@ def test_script_that_was_refused_entry_does_not_run_later(
     monkeypatch.setattr("gpu_reclaim.transport.pct.REMOTE_SLACK_S", 0.5)
     links = ways.links(lab, "hypervisor")
     act = Script("act", {"a": f"echo >{THERE}"}, timeout_s=1, writes=True)
-    with pct_with("exec lxc-attach -P", FREEZE), thawed_afterwards(lab):
+    trap = pct_with("exec lxc-attach -P", FREEZE)
+    with trap, nothing_left_behind(lab), thawed_afterwards(lab):
         with pytest.raises(TimedOut, match=r"act did not begin within 1 s"):
             links.run(act)
         links.close()
-    wait_until("nothing is left", lambda: not left_behind(lab))
     assert not (lab.guest.rootfs / THERE.lstrip("/")).exists()
 
 

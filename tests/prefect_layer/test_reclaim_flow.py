@@ -23,6 +23,7 @@ from gpu_reclaim.errors import BadInput, GpusNotReclaimed, LinkLost, UnknownHost
 from gpu_reclaim.flows import reclaim_gpus
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.tasks import host as host_tasks
+from gpu_reclaim.tasks.host import with_defaults
 from prefect_layer.pretend_host import PretendHost
 
 QUICK = ReclaimPolicy(settle_timeout_s=0)
@@ -310,3 +311,15 @@ def test_printed_report_names_everybody(pretend: PretendHost) -> None:
     assert "GPU 0: 40000 MiB in use, now 0 MiB" in done
     assert "ended TERM: sglang::scheduler_TP0 (pid 100" in done
     assert "spared: nvidia-persistenced (pid 7" in done
+
+
+def test_what_a_policy_leaves_unset_is_as_the_settings_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    default = ReclaimPolicy(protect=["ollama*"], term_grace_s=30)
+    monkeypatch.setattr("gpu_reclaim.tasks.host.DEFAULT_POLICY", default)
+    given = with_defaults(ReclaimPolicy(mode="plan", term_grace_s=2))
+
+    assert given == ReclaimPolicy(mode="plan", protect=["ollama*"], term_grace_s=2)
+    assert with_defaults(given) == given
+    assert with_defaults(ReclaimPolicy()) == default

@@ -505,3 +505,25 @@ def test_a_transient_unit_that_is_gone_by_now_keeps_no_other_from_being_stopped(
 
     assert report.verdict == Verdict.CLEAN
     assert SGLANG in [row.unit for row in report.stopped]
+
+
+@pytest.mark.parametrize("mode", ["plan", "reclaim"])
+def test_where_nobody_tells_who_uses_which_gpu_it_is_refused_first(mode: str) -> None:
+    """As in most containers: nvidia-smi lists no process, and some GPUs are wanted."""
+    host = Host(used=[900, 900], processes=[process(50, unit=SGLANG)], units={SGLANG: Unit()})
+    stage = scene(host, units=["sglang"])
+    report = refused(stage, ReclaimPolicy.model_validate({"gpus": [0], "mode": mode}))
+
+    assert report.verdict == Verdict.HELD_UNSEEN
+    assert "sglang::scheduler (pid 50" in report.summary
+    assert report.summary.endswith("nothing was touched")
+    assert stage.clock.sleeps == []
+
+
+def test_the_report_for_a_terminal() -> None:
+    host = Host(used=[900], processes=[process(50, cgroups=["/"])], immortal={50})
+    lines = str(refused(scene(host))).split("\n")
+
+    assert lines[-1] == (
+        "  still there (state D) after KILL: sglang::scheduler (pid 50, holds /dev/nvidia0 (fd))"
+    )

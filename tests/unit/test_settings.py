@@ -10,7 +10,7 @@ import pytest
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.processes import NVIDIA, scan
-from gpu_reclaim.settings import Settings
+from gpu_reclaim.settings import Settings, load
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +116,28 @@ def test_a_value_in_the_file_that_makes_no_sense_is_named(place: Path) -> None:
     toml(place, "[policy]\nresidue_mib = 'many'")
     with pytest.raises(ValueError, match=r"policy\.residue_mib"):
         Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("GPU_RECLAIM_LOG_LEVEL", "loud", "GPU_RECLAIM_LOG_LEVEL: Input should be"),
+        ("GPU_RECLAIM_POLICY__TERM_GRACE_S", "soon", "GPU_RECLAIM_POLICY__TERM_GRACE_S: Input"),
+        ("GPU_RECLAIM_POLICY__PROTECT", "ollama", "lists are given as JSON"),
+        ("GPU_RECLAIM_SCRIPT_TIMEOUT_S", "0", "GPU_RECLAIM_SCRIPT_TIMEOUT_S: Input"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(BadInput) as caught:
+        load()
+    assert said in str(caught.value)
+
+
+def test_a_level_may_be_written_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_RECLAIM_LOG_LEVEL", "debug")
+
+    assert load().log_level == "DEBUG"
