@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from prefect import flow
 
 from gpu_reclaim import causes
+from gpu_reclaim.causes import Finding
 from gpu_reclaim.errors import BadInput, GpusNotReclaimed
+from gpu_reclaim.guarded import put_back_unless_good
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
 from gpu_reclaim.reclaim import (
     accept,
@@ -20,10 +23,12 @@ from gpu_reclaim.record import Record
 from gpu_reclaim.steps import check_policy
 from gpu_reclaim.tasks import (
     fuser_release,
+    prove_hold,
     proxmox_exec_kill,
     settle,
     stop_systemd,
     survey,
+    take_hold,
     verify_nvidia_smi,
 )
 from gpu_reclaim.tasks.artifacts import show_report
@@ -37,6 +42,10 @@ log = logging.getLogger(__name__)
 @flow(name="reclaim-gpus", flow_run_name="reclaim-{host}", persist_result=False)
 def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLICY) -> ReclaimReport:
     """Free the GPUs of a host: stop its units, end who is left, wait, and prove it.
+
+    With the policy's `hold_minutes`, what was stopped cannot be started for that long; then the
+    host puts it back by itself, and `restore_services` does so at any time. Whatever else ends the
+    run, a bad verdict, an error or a cancel, puts it back at once.
 
     Args:
         host: Name of the GpuHost block document; by default that of GPU_RECLAIM_HOST.
@@ -55,8 +64,8 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
     with open_host(host, policy.via) as session:
         record = Record(session, policy)
         try:
-            with verdicts(record):
-                report = _reclaim(host, policy, record)
+            with put_back_unless_good(record), verdicts(record):
+                report = accept(_reclaim(host, policy, record))
         except GpusNotReclaimed as refused:
             show_report(refused.report)
             log.error("%s", refused)
@@ -65,10 +74,16 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
             raise
         except BaseException:
             # Cancelled, or a fault of ours: what was done so far is told all the same.
-            show_report(record.report(CUT_SHORT))
+            show_report(record.report(_cut_short(record)))
             raise
         show_report(report)
-        return accept(report)
+        return report
+
+
+def _cut_short(record: Record) -> Finding:
+    if record.back is None or not record.back.complete:
+        return CUT_SHORT
+    return replace(CUT_SHORT, remedy="what was stopped is back; look at the host, and run it again")
 
 
 def _reclaim(host: str, policy: ReclaimPolicy, record: Record) -> ReclaimReport:
@@ -77,9 +92,16 @@ def _reclaim(host: str, policy: ReclaimPolicy, record: Record) -> ReclaimReport:
     refuse_hopeless(record)
     if policy.mode == "plan":
         return plan(record)
+    if policy.hold_minutes:
+        record.took(take_hold(host, policy, before))
+    if record.leftovers:
+        before = survey(host, policy)
+        record.surveyed(before)
     record.did(stop_systemd(host, policy, before.units))
     record.did(proxmox_exec_kill(host, policy))
     record.did(fuser_release(host, policy))
     record.did(settle(host, policy))
     record.verified(verify_nvidia_smi(host, policy))
+    if policy.hold_minutes and accept(conclude(record)):
+        record.held_until = prove_hold(host, policy)
     return conclude(record)

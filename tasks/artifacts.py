@@ -13,6 +13,8 @@ from gpu_reclaim.models import (
     Gpu,
     Outcome,
     ReclaimReport,
+    RestoredUnit,
+    RestoreReport,
     Settled,
     Spared,
     Survey,
@@ -177,6 +179,7 @@ def page(report: ReclaimReport) -> str:
         title = "Would be stopped" if report.verdict == Verdict.PLANNED else "Stopped"
         units = [f"- {_cell(_unit(row.unit, row.triggered_by))}" for row in report.stopped]
         parts += [f"## {title}", "\n".join(units)]
+    parts += _hold(report)
     rows = process_rows(report.ended, report.spared)
     parts += ["## Processes", grid(rows) if rows else "(none seen)" if gpus else "(not read)"]
     steps = [
@@ -190,6 +193,35 @@ def page(report: ReclaimReport) -> str:
     ]
     parts += [f"## Timeline ({report.seconds:.2f} s)", grid(steps)]
     return "\n\n".join(parts)
+
+
+def _hold(report: ReclaimReport) -> list[str]:
+    """What the page says of hold and restore."""
+    parts = []
+    if report.held_until:
+        until = f"No unit or trigger above can be started until {report.held_until}"
+        parts += ["## Held", _cell(f"{until}. Then the host puts them back by itself.")]
+    if report.leftovers:
+        parts += ["## Left by an earlier run, put back first", restored(report.leftovers)]
+    if report.restore:
+        parts += ["## Put back", _cell(report.restore)]
+        parts += [restored(report.restored)] if report.restored else []
+    return parts
+
+
+def restored(rows: Sequence[RestoredUnit]) -> str:
+    """What became of units, as a markdown table."""
+    return grid([{"unit": x.unit, "what": x.outcome, "detail": x.detail} for x in rows])
+
+
+def show_restore(report: RestoreReport) -> None:
+    """What was put back, on one page."""
+    title = "put back" if report.complete else "not all was put back"
+    parts = [f"# {report.host}: {title}", _cell(report.summary)]
+    parts += [f"**What to do now:** {_cell(report.remedy)}"] if report.remedy else []
+    parts += [f"The hold was that of {_cell(report.owner)}."] if report.owner else []
+    parts += [restored(report.restored)] if report.restored else []
+    markdown(slug("gpu-restore", report.host), "\n\n".join(parts), f"{report.host}: {title}")
 
 
 def _unit(unit: str, triggers: Sequence[str]) -> str:

@@ -285,6 +285,27 @@ UNSTABLE = Cause(
     "The settle time limit passed before `stable_samples` readings agreed.",
     "run it again with a longer settle time limit; see the readings in the settle artifact",
 )
+HELD = Cause(
+    Verdict.UNKNOWN,
+    "Another run holds the host, so its GPUs were not touched.",
+    "The lease on the host (`cat /run/gpu-reclaim/lease`) is another's and not over.",
+    "wait until {until} (by the host's clock); or, if that run is dead or in the way, end its hold "
+    "with the flow restore-services, or on the host with `sh /run/gpu-reclaim/restore any`",
+)
+HOLD_LOST = Cause(
+    Verdict.UNKNOWN,
+    "The hold was lost while the run worked, so somebody else may use the GPUs.",
+    "The lease on the host is gone, over or another's when it should be prolonged.",
+    "see who ended it (`journalctl -u gpu-reclaim-deadman` on the host), and run it again",
+)
+HOLD_BROKEN = Cause(
+    Verdict.UNKNOWN,
+    "The hold could not be set, or a held unit could be started all the same.",
+    "A file, the timer or a drop-in could not be made on the host; or the trial start of a held "
+    "unit after the last look was not refused (the unit was stopped again).",
+    "see `systemctl cat` of the unit for another AssertPathExists=, and whether /run and /var/lib "
+    "can be written",
+)
 CUT_SHORT = Cause(
     Verdict.UNKNOWN,
     "The run was cancelled or broke off.",

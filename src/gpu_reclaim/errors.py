@@ -16,9 +16,14 @@
     │   ├── IdentityMismatch
     │   ├── GuestLocked
     │   └── GuestStopped
+    ├── HoldRefused                the hold on the host cannot be had
+    │   ├── HeldByOther            another run holds it; nothing was touched
+    │   ├── HoldLost               ours ran out, or was ended by somebody else
+    │   └── HoldBroken             it cannot be set, or a held unit could be started
     ├── BadAnswer                  a tool answers what we do not understand: unknown, not zero
     ├── CommandFailed              a tool said no
     │   └── CameBack               what was stopped runs again
+    ├── NotRestored                not all that was stopped came back; carries the report
     └── GpusNotReclaimed           the verdict is not a good one; carries the report
 
 Each says what happened, on which host, and what to do; `result` is what caused it, if one did.
@@ -30,7 +35,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpu_reclaim.commands import Result
-    from gpu_reclaim.models import ReclaimReport
+    from gpu_reclaim.models import ReclaimReport, RestoreReport
 
 TAIL_LINES = 10
 """Lines of a tool's own words shown in a message: enough for the cause, short enough for a UI."""
@@ -135,6 +140,22 @@ class GuestStopped(GuestRefused):
     """The guest is not running."""
 
 
+class HoldRefused(GpuReclaimError):
+    """The hold on the host cannot be had."""
+
+
+class HeldByOther(HoldRefused):
+    """Another run holds the host; nothing was touched."""
+
+
+class HoldLost(HoldRefused):
+    """Our hold ran out, or somebody ended it."""
+
+
+class HoldBroken(HoldRefused):
+    """The hold cannot be set, or a held unit could be started all the same."""
+
+
 class BadAnswer(GpuReclaimError):
     """A tool answered in a way we do not understand: unknown, never zero."""
 
@@ -145,6 +166,18 @@ class CommandFailed(GpuReclaimError):
 
 class CameBack(CommandFailed):
     """A unit was stopped, and runs again."""
+
+
+class NotRestored(GpuReclaimError):
+    """Not all that was stopped came back.
+
+    Attributes:
+        report: The whole `RestoreReport`.
+    """
+
+    def __init__(self, report: RestoreReport) -> None:
+        self.report = report
+        super().__init__(f"{report.host}: {report.summary}", remedy=report.remedy)
 
 
 class GpusNotReclaimed(GpuReclaimError):

@@ -108,8 +108,8 @@ class ReclaimPolicy(BaseModel):
         ge=0,
         le=10_080,
         title="Hold (minutes)",
-        description="Not in this version: anything but 0 is refused. Will keep others from "
-        "starting GPU work afterwards.",
+        description="How long the stopped units and their triggers cannot be started afterwards, "
+        "in minutes; then the host puts them back by itself. 0: no hold, they stay stopped.",
     )
 
     @property
@@ -247,6 +247,7 @@ class UnitState(BaseModel):
         triggered_by: Sockets, timers and paths that start it.
         required_by: Units that systemd stops along with it.
         end_actions: What systemd does to the machine when it ends, for example poweroff.
+        after: Units that systemd starts before it and stops after it.
         wanted_by: Units whose start, or whose running, starts it.
     """
 
@@ -258,6 +259,7 @@ class UnitState(BaseModel):
     invocation: str = ""
     triggered_by: list[str] = []
     required_by: list[str] = []
+    after: list[str] = []
     wanted_by: list[str] = []
     control_group: str = ""
     can_stop: bool = True
@@ -411,8 +413,65 @@ class Settled(BaseModel):
     samples: list[Sample] = []
 
 
+RestoreOutcome = Literal["started", "running", "edited", "gone", "failed"]
+"""What became of a unit that a run had stopped: started again; left alone because it runs already,
+was edited meanwhile, or is unknown now (it was transient); or it did not start."""
+
+
+class Lease(BaseModel):
+    """Who holds a host, as the host itself says; times by the host's clock."""
+
+    token: str = ""
+    owner: str = ""
+    url: str = ""
+    since: str = ""
+    expires: str = ""
+
+
+class RestoredUnit(BaseModel):
+    """A unit, socket, timer or path that a run had stopped, and what became of it."""
+
+    unit: str
+    outcome: RestoreOutcome
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """For example `sglang.service: started`."""
+        return f"{self.unit}: {self.outcome}{f' ({self.detail})' if self.detail else ''}"
+
+
+class RestoreReport(BaseModel):
+    """What was put back on a host.
+
+    Attributes:
+        owner: Whose hold was ended, and the run's URL; empty where there was none.
+        restored: In the order of putting back.
+        complete: Nothing is left to be put back.
+    """
+
+    host: str
+    summary: str
+    remedy: str = ""
+    owner: str = ""
+    restored: list[RestoredUnit] = []
+    complete: bool = True
+
+    def __str__(self) -> str:
+        """The report for a terminal."""
+        lines = [f"{self.host}: {self.summary}"]
+        lines += [f"what to do: {self.remedy}"] if self.remedy else []
+        return "\n".join([*lines, *(f"  {row}" for row in self.restored)])
+
+
 class ReclaimReport(BaseModel):
-    """What a reclaim found, did and proved."""
+    """What a reclaim found, did and proved.
+
+    Attributes:
+        held_until: When the host ends the hold by itself, by its clock; empty: no hold.
+        leftovers: What an earlier run had left stopped, and what became of it before this one.
+        restored: What this run put back, because it did not end well.
+        restore: One sentence on that.
+    """
 
     host: str
     verdict: Verdict
@@ -425,6 +484,10 @@ class ReclaimReport(BaseModel):
     spared: list[Spared] = []
     steps: list[Step] = []
     seconds: float = 0
+    held_until: str = ""
+    leftovers: list[RestoredUnit] = []
+    restored: list[RestoredUnit] = []
+    restore: str = ""
 
     def __str__(self) -> str:
         """The report for a terminal: verdict, remedy, units, processes."""
@@ -443,6 +506,10 @@ class ReclaimReport(BaseModel):
             what = "would end" if planned else _fate(row)
             lines.append(f"  {what}: {_line(row)}")
         lines += [f"  spared: {_line(row)}: {row.reason}" for row in self.spared]
+        lines += [f"  put back first, of an earlier run: {row}" for row in self.leftovers]
+        lines += [f"  {self.restore}"] if self.restore else []
+        lines += [f"  put back: {row}" for row in self.restored]
+        lines += [f"  held until {self.held_until}, then put back"] if self.held_until else []
         return "\n".join(lines)
 
 

@@ -29,10 +29,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from gpu_reclaim import causes, releasing, settling, steps, stopping, verdict, verifying
+from gpu_reclaim import causes, hold, releasing, settling, steps, stopping, verdict, verifying
 from gpu_reclaim.again import stopped_along
 from gpu_reclaim.errors import BadInput, GpuReclaimError, GpusNotReclaimed
 from gpu_reclaim.evidence import Evidence
+from gpu_reclaim.guarded import put_back_unless_good
 from gpu_reclaim.models import (
     GOOD_VERDICTS,
     Process,
@@ -60,7 +61,7 @@ def refuse_hopeless(record: Record) -> None:
     if finding is not None:
         summary = f"{finding.summary}; nothing was touched"
         raise GpusNotReclaimed(record.report(replace(finding, summary=summary)))
-    record.acting = record.policy.mode == "reclaim"
+    record.acting = record.policy.mode == "reclaim" and not record.policy.hold_minutes
 
 
 def _surveyed(record: Record) -> Survey:
@@ -91,7 +92,7 @@ def plan(record: Record) -> ReclaimReport:
     victims = record.choice(before, [state.name for state in units]).victims
     going = [state for state in units if state.active or state.triggered_by]
     names = [state.name for state in going]
-    summary = _plan_summary(victims, names)
+    summary = _plan_summary(victims, names, record.policy.hold_minutes)
     if not victims and not names and Evidence(record.policy, before.reading, before.reading).in_use:
         summary += "; memory is in use and nobody is seen to hold it, so it would not become free"
     report = record.report(causes.PLANNED.finding(summary))
@@ -106,10 +107,11 @@ def plan(record: Record) -> ReclaimReport:
     return report
 
 
-def _plan_summary(victims: list[Process], units: list[str]) -> str:
+def _plan_summary(victims: list[Process], units: list[str], minutes: float) -> str:
+    held = f", and hold the host for {minutes:g} minutes" if minutes else ""
     stop = f"stop {', '.join(units)}" if units else "stop no unit"
     processes = "1 process" if len(victims) == 1 else f"{len(victims)} processes"
-    return f"nothing was touched; a reclaim would {stop} and end {processes}"
+    return f"nothing was touched; a reclaim would {stop} and end {processes}{held}"
 
 
 def conclude(record: Record) -> ReclaimReport:
@@ -232,17 +234,23 @@ def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
     steps.check_policy(policy)
     record = Record(session, policy)
     try:
-        with verdicts(record):
+        with put_back_unless_good(record), verdicts(record):
             record.surveyed(steps.survey(session, policy))
             refuse_hopeless(record)
             if policy.mode == "plan":
                 return accept(plan(record))
+            if policy.hold_minutes:
+                record.took(hold.take(session, policy, _surveyed(record)))
+            if record.leftovers:
+                record.surveyed(steps.survey(session, policy))
             units = record.before.units if record.before else []
             record.did(stopping.stop_systemd(session, policy, units))
             record.did(releasing.proxmox_exec_kill(session, policy))
             record.did(releasing.fuser_release(session, policy))
             record.did(settling.settle(session, policy))
             record.verified(verifying.verify(session, policy))
+            if policy.hold_minutes and accept(conclude(record)):
+                record.held_until = hold.prove(session, policy.hold_minutes * 60)
             return accept(conclude(record))
     finally:
         session.links.close()

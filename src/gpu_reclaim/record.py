@@ -14,6 +14,8 @@ from gpu_reclaim.models import (
     Process,
     ReclaimPolicy,
     ReclaimReport,
+    RestoredUnit,
+    RestoreReport,
     Settled,
     Spared,
     Step,
@@ -39,6 +41,9 @@ class Record:
     after: Survey | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    leftovers: list[RestoredUnit] = field(default_factory=list)
+    held_until: str = ""
+    back: RestoreReport | None = None
 
     def __post_init__(self) -> None:
         """Start the clock."""
@@ -48,6 +53,11 @@ class Record:
         """Keep the first look."""
         self.before = survey
         self.steps.append(survey.step)
+
+    def took(self, leftovers: Sequence[RestoredUnit]) -> None:
+        """Keep what an earlier run had left; from now on the host is ours, and is acted on."""
+        self.leftovers = list(leftovers)
+        self.acting = True
 
     def did(self, outcome: Outcome | Settled) -> None:
         """Keep what a step did."""
@@ -174,6 +184,10 @@ class Record:
             spared=self.spared,
             steps=self.steps,
             seconds=round(self.session.clock() - self._started, 3),
+            held_until=self.held_until,
+            leftovers=self.leftovers,
+            restored=self.back.restored if self.back else [],
+            restore=self.back.summary if self.back else "",
         )
 
 

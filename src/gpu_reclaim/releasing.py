@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from gpu_reclaim import mps, signals, systemd
+from gpu_reclaim import hold, mps, signals, systemd
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import AccessRefused, HostKeyRefused, Unreachable
 from gpu_reclaim.models import (
@@ -45,7 +45,7 @@ def proxmox_exec_kill(session: Session, policy: ReclaimPolicy) -> Outcome:
         GuestRefused: The guest is another one, locked or stopped; nothing was touched.
         TransportError: As `Transport.run`.
     """
-    check_may_act(policy)
+    check_may_act(session, policy)
     if not session.links.has_hypervisor():
         note = "no way through a hypervisor is configured or allowed"
         return Outcome(step=Step(name="proxmox_exec_kill"), note=note)
@@ -73,7 +73,8 @@ def release(
     session: Session, policy: ReclaimPolicy, name: str, run: Run, *, with_fuser: bool = False
 ) -> Outcome:
     """Look, choose, end; look again, and end who is new, a few times; then ask MPS to quit."""
-    check_may_act(policy)
+    check_may_act(session, policy)
+    hold.keep(session)
     started = session.clock()
     partly = bool(policy.gpus)
     seen = look(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,11 @@ class Session:
         named: Units that are in `units` because a policy named them.
         stopped: Units that were told to stop in this session.
         known_units: Units that systemd knew earlier: a transient one is gone once it is stopped.
+        token: Names this session's claim on the host.
+        lease_s: While it works, the host puts everything back after so many seconds without a
+            sign of life; the policy's own limits come on top.
+        held: Units under a hold of this session; None: it holds nothing.
+        signed_s: When the lease was last prolonged, by `clock`.
         fit: Asks Proxmox whether a VM may be touched, where its API is known; raises if not.
         me: This process and its ancestors, never signalled.
         clock: Monotonic seconds (injectable).
@@ -71,6 +77,10 @@ class Session:
     named: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
     known_units: set[str] = field(default_factory=set)
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    lease_s: float = 900
+    held: list[str] | None = None
+    signed_s: float = 0
     fit: Callable[[], object] | None = None
     me: Family = field(default_factory=family)
     clock: Callable[[], float] = field(default=time.monotonic)

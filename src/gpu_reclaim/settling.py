@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gpu_reclaim import hold
 from gpu_reclaim.models import Process, ReclaimPolicy, Sample, Settled, Step, Survey
 from gpu_reclaim.nvidia_smi import is_fault
 from gpu_reclaim.session import Session, look
@@ -62,6 +63,7 @@ def settle(
     Raises:
         TransportError: As `Transport.run`.
     """
+    hold.keep(session)
     started = session.clock()
     samples: list[Sample] = []
     streak, pause = _Streak(), _Pause()

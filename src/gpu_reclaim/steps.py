@@ -37,21 +37,24 @@ def check_policy(policy: ReclaimPolicy) -> None:
             "approve is not supported yet",
             remedy="leave it out; mode='plan' shows what would be done",
         )
-    if policy.hold_minutes:
-        raise BadInput("hold_minutes is not supported yet", remedy="leave it at 0")
 
 
-def check_may_act(policy: ReclaimPolicy) -> None:
-    """Refuse to act under a policy that only plans, whoever calls.
+def check_may_act(session: Session, policy: ReclaimPolicy) -> None:
+    """Refuse to act under a policy that only plans, or before the hold it asks for, whoever calls.
 
     Raises:
-        BadInput: The mode is plan, or as `check_policy`.
+        BadInput: The mode is plan, or a hold is asked for and not taken, or as `check_policy`.
     """
     check_policy(policy)
     if policy.mode == "plan":
         raise BadInput(
             "the policy's mode is plan, and this step acts; nothing was touched",
             remedy="use mode='reclaim', or call reclaim_gpus, which ends after the plan",
+        )
+    if policy.hold_minutes and session.held is None:
+        raise BadInput(
+            "the policy asks for a hold, and this session has not taken it; nothing was touched",
+            remedy="call reclaim_gpus, which takes it first, or use hold_minutes=0",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gpu_reclaim import causes, processes, systemd
+from gpu_reclaim import causes, hold, processes, systemd
 from gpu_reclaim.again import describe_again, running_again, stopped_along
 from gpu_reclaim.commands import Result, Script
 from gpu_reclaim.errors import CameBack, CommandFailed
@@ -62,11 +62,16 @@ def stop_systemd(
         UnknownUnit: systemd does not know one of them; nothing was stopped.
         TransportError: As `Transport.run`.
     """
-    check_may_act(policy)
+    check_may_act(session, policy)
+    hold.keep(session)
     started = session.clock()
     name_units(session, policy)
     seen = look(session, "look at GPUs", apps=True) if policy.gpus else None
-    names = names_to_stop(session, policy, seen)
+    names = [
+        unit
+        for unit in names_to_stop(session, policy, seen)
+        if session.held is None or unit in session.held
+    ]
     outcome = Outcome(step=Step(name="stop_systemd"))
     if names:
         _stop_and_end(session, policy, names, seen, outcome)

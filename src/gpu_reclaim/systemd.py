@@ -28,6 +28,7 @@ PROPERTIES = (
     "PropagatesStopTo",
     "WantedBy",
     "UpheldBy",
+    "After",
     "ControlGroup",
     "CanStop",
     "SuccessAction",
@@ -221,6 +222,7 @@ def _state(values: dict[str, str]) -> UnitState:
         invocation=values.get("InvocationID", ""),
         triggered_by=values.get("TriggeredBy", "").split(),
         required_by=[name for key in STOPPED_ALONG for name in values.get(key, "").split()],
+        after=values.get("After", "").split(),
         wanted_by=[name for key in STARTED_BY for name in values.get(key, "").split()],
         control_group=values.get("ControlGroup", ""),
         end_actions=[

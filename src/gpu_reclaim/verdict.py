@@ -18,6 +18,9 @@ from gpu_reclaim.errors import (
     GpuReclaimError,
     GuestLocked,
     GuestStopped,
+    HeldByOther,
+    HoldBroken,
+    HoldLost,
     IdentityMismatch,
     Unreachable,
 )
@@ -76,6 +79,9 @@ OF_ERRORS: dict[type[GpuReclaimError], Cause] = {
     GuestStopped: causes.STOPPED,
     Unreachable: causes.UNREACHABLE,
     CameBack: causes.RUNS_AGAIN,
+    HeldByOther: causes.HELD,
+    HoldLost: causes.HOLD_LOST,
+    HoldBroken: causes.HOLD_BROKEN,
 }
 
 

@@ -18,6 +18,8 @@ _KEPT = ("init.scope", "systemd-journald", "dbus", "systemd-logind", "ssh", *INN
 _SETTINGS = "etc/systemd/system"
 _RESTORE = f"""
 for unit in $added $(ls /run/systemd/transient); do units="$units $unit"; done
+systemctl stop gpu-reclaim-deadman.timer gpu-reclaim-deadman.service
+rm -f /run/gpu-reclaim/hold
 systemctl stop {UNIT} $units
 for entry in $added; do rm -rf "/{_SETTINGS}/$entry"; done
 changed=$added

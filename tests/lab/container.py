@@ -13,6 +13,7 @@ from lab.guest_files import AT_BOOT, Identity, write_guest_files
 from lab.paths import GUEST_STATE, LXC, STATE
 from lab.processes import Process, processes_in
 from lab.shell import run
+from lab.waiting import wait_until
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -51,6 +52,19 @@ class Container:
         (STATE / f"mem-{self.vmid}").mkdir(parents=True, exist_ok=True)
         _record_groups()
         record.started("containers", str(self.vmid))
+        self._boot()
+
+    def restart(self) -> None:
+        """Stops the container as a power cut would, and boots it anew over the same files.
+
+        Raises:
+            LabError: It did not come up.
+        """
+        run(["lxc-stop", *self._named(), "-k"])
+        wait_until("its wire is gone", lambda: not Path(f"/sys/class/net/{self.veth}").exists())
+        self._boot()
+
+    def _boot(self) -> None:
         try:
             run(["lxc-start", *self._named(), "-d", "-o", str(self._folder / "log"), "-l", "INFO"])
             self._init = int(run(["lxc-info", *self._named(), "-p", "-H"]))

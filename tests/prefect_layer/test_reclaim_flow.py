@@ -225,7 +225,6 @@ def test_bad_answer_is_not_tried_again(pretend: PretendHost) -> None:
     ("policy", "word"),
     [
         (ReclaimPolicy(approve=True), "approve"),
-        (ReclaimPolicy(hold_minutes=1), "hold_minutes"),
         (ReclaimPolicy(gpus=[7]), "GPU 7"),
     ],
 )

@@ -16,6 +16,14 @@ from unit.values import UUIDS
 
 NAMESPACE = "pid:[4026531836]"
 
+LEASE = "lease token t\nlease owner me\nlease since 10:00\nlease expires 11:00\n"
+HOLDS = {
+    "take the host": f"{LEASE}status taken\n",
+    "keep the hold": f"{LEASE}status taken\n",
+    "prove the hold": f"refused sglang.service\n{LEASE}status taken\n",
+    "put back what was stopped": "owner me\nunit sglang.service started\nstatus done\n",
+}
+
 
 def scan_text(processes: list[Process], namespace: str = NAMESPACE) -> str:
     """What the look through /proc prints about them."""
@@ -84,6 +92,7 @@ class Host:
         immortal: Pids that stay in state D whatever they are sent.
         lingering: Pids that stay when their unit is stopped.
         hook: Called with each script before it is answered.
+        holds: What scripts of a hold print, by their names; by default that all is well.
     """
 
     used: list[int | str] = field(default_factory=lambda: [0])
@@ -99,6 +108,7 @@ class Host:
     driver: str = "590.48.01"
     mig: str = "[N/A]"
     hook: Callable[[Script], None] = lambda _: None
+    holds: dict[str, str] = field(default_factory=dict)
 
     def answer(self, script: Script) -> Answer:
         try:
@@ -133,6 +143,8 @@ class Host:
                 found[name] = Section(self._gpus(), self.smi_code)
             elif name == "stop":
                 found[name] = self._stop(body)
+            elif name == "hold":
+                found[name] = Section(self.holds.get(script.name, HOLDS[script.name]), 0)
             else:
                 found[name] = parts[name](body)
         return found

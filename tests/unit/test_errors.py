@@ -9,8 +9,8 @@ import pytest
 
 from gpu_reclaim import errors
 from gpu_reclaim.commands import Result, Script, Section
-from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed
-from gpu_reclaim.models import ReclaimReport, Verdict
+from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed, NotRestored
+from gpu_reclaim.models import ReclaimReport, RestoreReport, Verdict
 
 RESULT = Result(
     Script("look", {"a": "x"}), "a host", "out", "first\nlast\n", 3, {"a": Section("y", 3)}
@@ -32,6 +32,8 @@ CLASSES = family(GpuReclaimError)
 def make(kind: type[GpuReclaimError]) -> GpuReclaimError:
     if kind is GpusNotReclaimed:
         return GpusNotReclaimed(REPORT)
+    if kind is NotRestored:
+        return NotRestored(RestoreReport(host="llm", summary="it did not start", remedy="look"))
     return kind("llm: it broke", remedy="mend it", result=RESULT)
 
 
@@ -66,6 +68,8 @@ def test_an_error_says_what_happened_what_to_do_and_what_was_said(
 
     if kind is GpusNotReclaimed:
         assert str(error) == "llm: zombie: dead but not gone\nWhat to do: reboot it"
+    elif kind is NotRestored:
+        assert str(error) == "llm: it did not start\nWhat to do: look"
     else:
         assert str(error) == "llm: it broke\nWhat to do: mend it\nIt said:\nfirst\nlast"
 

@@ -1,0 +1,241 @@
+"""Holding a host and putting it back: take, keep, prove, restore, read."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import math
+import os
+import platform
+from collections.abc import Sequence
+
+from gpu_reclaim import causes, holding
+from gpu_reclaim.commands import Result, Script
+from gpu_reclaim.errors import BadAnswer, HeldByOther, HoldBroken, HoldLost
+from gpu_reclaim.holding import Answer, Claim
+from gpu_reclaim.models import ReclaimPolicy, RestoredUnit, RestoreReport, Survey
+from gpu_reclaim.owners import in_unit
+from gpu_reclaim.protected import PROTECTED_UNITS, protected_name
+from gpu_reclaim.restoring import parse_units
+from gpu_reclaim.session import Session
+from gpu_reclaim.steps import units_to_stop
+from gpu_reclaim.systemd import dependents
+from gpu_reclaim.victims import choose
+
+log = logging.getLogger(__name__)
+
+SCRIPT_S = 120
+"""Limit of a script of the hold that waits for no unit, in seconds."""
+
+UNITS_S = 900
+"""Limit of one that starts units, each for a limited time."""
+
+BUSY = "another script has been working at it for a while"
+
+
+def take(
+    session: Session, policy: ReclaimPolicy, before: Survey, owner: str = "", run_url: str = ""
+) -> list[RestoredUnit]:
+    """Take the host: lease, record of what runs, hold, and a timer that puts it all back.
+
+    What an earlier run left is put back first. Doing it again after a lost answer is safe.
+
+    Args:
+        session: The host.
+        policy: Which units will be stopped; waits that come on top of the lease.
+        before: The survey. What runs is read anew in the script that writes it down.
+        owner: For people: who takes it.
+        run_url: For people: where to see the run.
+
+    Returns:
+        What an earlier run had left stopped, and what became of it; survey again if there is any.
+
+    Raises:
+        HeldByOther: Somebody else holds the host; nothing was touched.
+        HoldBroken: The hold cannot be set; nothing was stopped.
+        TransportError: As `Transport.run`.
+    """
+    own = [state.name for state in units_to_stop(session, policy, before)]
+    along = dependents([*before.units, *before.dependents], own)
+    # Targets only group units: nothing stops with them.
+    names = [*own, *(unit for unit in along if not unit.endswith(".target"))]
+    states = [x for x in [*before.units, *before.dependents] if x.name in names]
+    session.lease_s += policy.settle_timeout_s + policy.term_grace_s if session.held is None else 0
+    session.held = own
+    session.signed_s = session.clock()
+    claim = _claim(session, owner or default_owner(), run_url)
+    rest = _rest(session, policy, before, own)
+    body = holding.take(claim, own, holding.restore_order(states, own), rest)
+    result, answer = _ask(session, "take the host", body, UNITS_S)
+    if answer.status == "held":
+        session.held = None
+        raise _held_by_other(session, answer)
+    _need(session, answer, result)
+    log.info("%s: held; %s cannot be started", session.host, ", ".join(own) or "no unit")
+    if answer.left_by:
+        log.warning("%s: %s had left units stopped; put back first", session.host, answer.left_by)
+    return list(answer.found) if answer.left_by else []
+
+
+def _rest(
+    session: Session, policy: ReclaimPolicy, before: Survey, own: Sequence[str]
+) -> list[tuple[str, int, int]]:
+    """Who of the units is to be ended with them; of the driver's own units nobody is."""
+    units = [unit for unit in own if not protected_name(PROTECTED_UNITS, unit)]
+    choice = choose(before.table, before.reading, policy, units=units, protect=session.protect)
+    return [
+        (unit, victim.pid, victim.start_time)
+        for unit in units
+        for victim in choice.victims
+        if in_unit(victim.cgroups, unit)
+    ]
+
+
+def default_owner() -> str:
+    """For example `root@pve, pid 4711`: this process."""
+    return f"{getpass.getuser()}@{platform.node()}, pid {os.getpid()}"
+
+
+def keep(session: Session) -> None:
+    """Prolong the lease when half of it has passed; nothing to do where nothing is held.
+
+    Raises:
+        HoldLost: It is no longer ours.
+        TransportError: As `Transport.run`.
+    """
+    if session.held is not None and session.clock() - session.signed_s > session.lease_s / 2:
+        _sign(session, "keep the hold", holding.renew(_claim(session)), SCRIPT_S)
+
+
+def prove(session: Session, hold_s: float) -> str:
+    """Try to start every held unit and trigger; if each is refused, hold on for `hold_s` more.
+
+    Returns:
+        Until when the host is held, by its own clock.
+
+    Raises:
+        HoldBroken: One started; it was stopped again.
+        HoldLost: The hold is no longer ours.
+        TransportError: As `Transport.run`.
+    """
+    body = holding.prove(_claim(session, ttl_s=hold_s))
+    answer = _sign(session, "prove the hold", body, UNITS_S)
+    log.info("%s: a start was refused of %s", session.host, ", ".join(answer.units) or "no unit")
+    return answer.lease.expires if answer.lease else ""
+
+
+def restore(session: Session, *, everybody: bool = False) -> RestoreReport:
+    """Put back what is on the host's record, and leave no trace. Doing it twice is safe.
+
+    Args:
+        session: The host.
+        everybody: Whoever holds the host; else only what this session took.
+
+    Raises:
+        BadAnswer: The answer makes no sense, or the host is busy with it.
+        TransportError: As `Transport.run`.
+    """
+    body = holding.restore("any" if everybody else session.token)
+    script = Script("put back what was stopped", {"hold": body}, timeout_s=UNITS_S, writes=True)
+    result = session.links.run(script)
+    section = result.section("hold")
+    status = section.value("status")
+    if status not in ("done", "failed", "nothing", "other"):
+        raise _unclear(session, status, result)
+    session.held = None
+    who = " ".join(x for x in (section.value("owner"), section.value("url")) if x)
+    report = _report(session.host, status, parse_units(section), who)
+    log.info("%s: %s", session.host, report.summary)
+    for row in report.restored:
+        log.info("%s: %s", session.host, row)
+    return report
+
+
+def read(session: Session) -> Answer:
+    """Who holds the host, and what is on its record; touches nothing.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    script = Script("look at the hold", {"hold": holding.read()}, timeout_s=SCRIPT_S)
+    return holding.parse(session.links.run(script).section("hold"))
+
+
+def _report(host: str, status: str, rows: Sequence[RestoredUnit], owner: str) -> RestoreReport:
+    failed = [row.unit for row in rows if row.outcome == "failed"]
+    alone = [row.unit for row in rows if row.outcome in ("edited", "gone")]
+    said = {
+        "nothing": "nothing was stopped here, so there is nothing to put back",
+        "other": "another run holds the host by now; nothing was touched",
+        "done": f"put back: {len(rows) - len(alone)} of {len(rows)} units; no hold is left",
+        "failed": f"{', '.join(failed)} did not start; it stays on the record, no hold is left",
+    }[status]
+    remedy = f"see `journalctl -u {failed[0]}` on the host, then restore again" if failed else ""
+    if alone and not failed:
+        said = f"{said}; left alone because edited or gone meanwhile: {', '.join(alone)}"
+        remedy = f"start it yourself if it shall run: systemctl start {' '.join(alone)}"
+    return RestoreReport(
+        host=host,
+        summary=said,
+        remedy=remedy,
+        owner=owner,
+        restored=list(rows),
+        complete=status != "failed",
+    )
+
+
+def _claim(session: Session, owner: str = "", url: str = "", *, ttl_s: float = 0) -> Claim:
+    return Claim(session.token, owner, url, math.ceil(ttl_s or session.lease_s))
+
+
+def _ask(session: Session, name: str, body: str, limit_s: float) -> tuple[Result, Answer]:
+    script = Script(name, {"hold": body}, timeout_s=limit_s, writes=True)
+    result = session.links.run(script)
+    return result, holding.parse(result.section("hold"))
+
+
+def _sign(session: Session, name: str, body: str, limit_s: float) -> Answer:
+    started = session.clock()
+    result, answer = _ask(session, name, body, limit_s)
+    _need(session, answer, result)
+    session.signed_s = started
+    return answer
+
+
+def _need(session: Session, answer: Answer, result: Result) -> None:
+    """Raise unless the host is ours."""
+    if answer.status == "taken":
+        return
+    if answer.status == "lost":
+        raise HoldLost(
+            f"{session.host}: the hold is no longer ours",
+            remedy=causes.HOLD_LOST.advice(),
+        )
+    if answer.status in ("broken", "unset", "unshown"):
+        what = f"could be started although held: {', '.join(answer.broken)}"
+        raise HoldBroken(
+            f"{session.host}: {what if answer.broken else f'cannot be held: {answer.why}'}",
+            remedy=causes.HOLD_BROKEN.advice(),
+            result=result,
+        )
+    raise _unclear(session, answer.status, result)
+
+
+def _held_by_other(session: Session, answer: Answer) -> HeldByOther:
+    lease = answer.lease
+    who = f"{lease.owner} {lease.url}".strip() if lease else "somebody"
+    since, until = (lease.since, lease.expires) if lease else ("?", "?")
+    return HeldByOther(
+        f"{session.host}: held by {who} since {since} until {until}; nothing was touched",
+        remedy=causes.HELD.advice(until=until),
+    )
+
+
+def _unclear(session: Session, status: str, result: Result) -> BadAnswer:
+    why = BUSY if status == "busy" else "the host's answer makes no sense"
+    return BadAnswer(
+        f"{session.host}: the hold: {why}",
+        remedy="look at `cat /run/gpu-reclaim/lease` and `ls -l /run/gpu-reclaim-lock` there, "
+        "then try again",
+        result=result,
+    )

@@ -1,0 +1,80 @@
+"""Tasks of the hold: take_hold, prove_hold, restore."""
+
+from __future__ import annotations
+
+import logging
+
+from prefect.runtime import flow_run
+
+from gpu_reclaim import hold
+from gpu_reclaim.errors import BadInput
+from gpu_reclaim.models import ReclaimPolicy, RestoredUnit, RestoreReport, Survey
+from gpu_reclaim.tasks.host import open_host, ops_task
+
+log = logging.getLogger(__name__)
+
+
+@ops_task("take_hold")
+def take_hold(host: str, policy: ReclaimPolicy, before: Survey) -> list[RestoredUnit]:
+    """Take a host: nobody else reclaims it, and what is stopped from now on cannot be started.
+
+    What an earlier run left stopped is put back first; survey again if anything was. The hold
+    belongs to the session that took it, so this is of use inside `open_host` or `reclaim_gpus`.
+
+    Args:
+        host: Name of the GpuHost block.
+        policy: Which units will be stopped.
+        before: The host as `survey` found it.
+
+    Raises:
+        HeldByOther: Another run holds the host; nothing was touched.
+        HoldBroken: The hold cannot be set; nothing was stopped.
+        TransportError: It could not be reached.
+    """
+    with open_host(host, policy.via) as session:
+        return hold.take(session, policy, before, *_owner())
+
+
+def _owner() -> tuple[str, str]:
+    """This run and its page, for people who find the host held."""
+    if not flow_run.id:
+        return "", ""
+    return f"Prefect run {flow_run.name} ({hold.default_owner()})", flow_run.ui_url or ""
+
+
+@ops_task("prove_hold")
+def prove_hold(host: str, policy: ReclaimPolicy) -> str:
+    """Try to start every held unit and trigger; if each is refused, hold on for `hold_minutes`.
+
+    Args:
+        host: Name of the GpuHost block.
+        policy: How long the host shall be held.
+
+    Returns:
+        Until when it is held, by its own clock.
+
+    Raises:
+        HoldBroken: One of them started; it was stopped again.
+        HoldLost: The hold is no longer ours.
+        TransportError: It could not be reached.
+    """
+    with open_host(host, policy.via) as session:
+        if session.held is None:
+            raise BadInput("nothing is held here", remedy="take_hold first, in the same open_host")
+        return hold.prove(session, policy.hold_minutes * 60)
+
+
+@ops_task("restore")
+def restore(host: str) -> RestoreReport:
+    """Put back what any run stopped on a host under a hold, and end the hold.
+
+    It goes by the record on the host alone, and doing it again is safe.
+
+    Args:
+        host: Name of the GpuHost block.
+
+    Raises:
+        TransportError: It could not be reached.
+    """
+    with open_host(host) as session:
+        return hold.restore(session, everybody=True)

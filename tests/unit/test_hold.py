@@ -1,0 +1,241 @@
+"""A reclaim that holds, over a host in memory: what is asked, and what the report says."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_reclaim import hold
+from gpu_reclaim.commands import Script
+from gpu_reclaim.errors import (
+    BadAnswer,
+    BadInput,
+    GpusNotReclaimed,
+    LinkLost,
+    Unreachable,
+)
+from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, RestoredUnit, Verdict
+from gpu_reclaim.reclaim import reclaim
+from gpu_reclaim.stopping import stop_systemd
+from unit.scenery import LEASE, Host, Scene, Unit, scene
+from unit.values import process
+
+SGLANG = "sglang.service"
+TAKE, KEEP, PROVE = "take the host", "keep the hold", "prove the hold"
+BACK = "put back what was stopped"
+POLICY = ReclaimPolicy(hold_minutes=60)
+
+
+def serving(lease_s: float = 900) -> Scene:
+    host = Host(
+        used=[20_000, 10_000],
+        processes=[process(50, unit=SGLANG), process(60, name="train.py")],
+        units={SGLANG: Unit(), "gateway.service": Unit(required_by="")},
+        memory={50: (0, 20_000), 60: (1, 10_000)},
+    )
+    return scene(host, units=["sglang"], expected_gpus=2, lease_s=lease_s)
+
+
+def refused(stage: Scene, policy: ReclaimPolicy = POLICY) -> ReclaimReport:
+    with pytest.raises(GpusNotReclaimed) as caught:
+        reclaim(stage.session, policy)
+    return caught.value.report
+
+
+def script(stage: Scene, name: str) -> str:
+    """The shell text of the one script of that name."""
+    return next(x.sections["hold"] for x in stage.direct.asked if x.name == name)
+
+
+def test_without_a_hold_nothing_more_is_asked() -> None:
+    stage = serving()
+    report = reclaim(stage.session, ReclaimPolicy())
+    assert stage.writes == [f"stop {SGLANG}", "end 1 processes"]
+    assert not [x for x in stage.direct.asked if "hold" in x.sections]
+    assert (report.held_until, report.restored, report.restore) == ("", [], "")
+
+
+def test_held_before_the_stop_and_proven_after_the_last_look() -> None:
+    stage = serving()
+    report = reclaim(stage.session, POLICY)
+    assert stage.writes == [TAKE, f"stop {SGLANG}", "end 1 processes", PROVE]
+    assert stage.asked[-2:] == ["verify_nvidia_smi", PROVE]
+    assert (report.verdict, report.held_until, report.restored) == (Verdict.CLEAN, "11:00", [])
+    assert "TTL=3600\n" in script(stage, PROVE)
+
+
+def test_while_it_works_the_lease_is_short() -> None:
+    stage = serving(lease_s=100)
+    reclaim(stage.session, ReclaimPolicy(hold_minutes=600, settle_timeout_s=30, term_grace_s=5))
+    text = script(stage, TAKE)
+    assert "TTL=135\n" in text
+    assert f"OWN={SGLANG} ORDER={SGLANG}" in text
+    # Who is of the unit is written down by identity; the script by hand is not its business.
+    assert f"REST='rest {SGLANG} 50:500'" in text
+
+
+def test_what_an_earlier_run_left_is_reported_and_looked_at_anew() -> None:
+    stage = serving()
+    left = f"owner the dead\nunit {SGLANG} started\n"
+    stage.host.holds[TAKE] = f"{left}{LEASE}status taken\n"
+    report = reclaim(stage.session, POLICY)
+    assert report.leftovers == [RestoredUnit(unit=SGLANG, outcome="started")]
+    assert stage.asked[:3] == ["survey", TAKE, "survey"]
+    assert f"put back first, of an earlier run: {SGLANG}: started" in str(report)
+
+
+def test_held_by_another_is_told_and_nothing_is_touched() -> None:
+    stage = serving()
+    stage.host.holds[TAKE] = f"{LEASE}status held\n"
+    report = refused(stage)
+    assert report.verdict == Verdict.UNKNOWN
+    assert report.summary == "llm: held by me since 10:00 until 11:00; nothing was touched"
+    assert "wait until 11:00" in report.remedy
+    assert stage.writes == [TAKE]
+    assert report.restored == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("status unset\n", "cannot be held"),
+        ("why systemctl does not show x\nstatus unshown\n", "systemctl does not show x"),
+        ("status busy\n", "another script has been working at it"),
+        ("", "makes no sense"),
+    ],
+)
+def test_a_hold_that_cannot_be_had_stops_nothing(answer: str, said: str) -> None:
+    stage = serving()
+    stage.host.holds[TAKE] = answer
+    report = refused(stage)
+    assert said in report.summary
+    assert report.remedy
+    assert stage.writes == [TAKE, BACK]
+    assert stage.host.units[SGLANG].active == "active"
+
+
+def test_a_lost_answer_of_the_taking_is_put_back() -> None:
+    stage = serving()
+
+    def lose(asked: Script) -> None:
+        if asked.name == TAKE:
+            raise LinkLost("the link is lost")
+
+    stage.host.hook = lose
+    report = refused(stage)
+    assert report.summary == "the link is lost"
+    assert stage.writes == [TAKE, BACK]
+    assert report.restored == [RestoredUnit(unit=SGLANG, outcome="started")]
+
+
+def test_a_bad_verdict_is_put_back_and_told() -> None:
+    stage = serving()
+    stage.host.immortal = {60}
+    report = refused(stage)
+    assert report.verdict == Verdict.UNKILLABLE
+    assert stage.writes[-1] == BACK
+    assert report.restored == [RestoredUnit(unit=SGLANG, outcome="started")]
+    assert f"put back: {SGLANG}: started" in str(report)
+    assert report.held_until == ""
+
+
+def test_what_cannot_be_put_back_now_is_left_to_the_host() -> None:
+    stage = serving(lease_s=100)
+    stage.host.immortal = {60}
+
+    def cut(asked: Script) -> None:
+        if asked.name == BACK:
+            raise Unreachable("no answer")
+
+    stage.host.hook = cut
+    report = refused(stage)
+    assert report.verdict == Verdict.UNKILLABLE
+    assert "no answer" in report.restore
+    assert "the host does so by itself within" in report.restore
+
+
+def test_a_start_that_is_not_refused_is_no_hold() -> None:
+    stage = serving()
+    stage.host.holds[PROVE] = f"broken {SGLANG} active\nstatus broken\n"
+    report = refused(stage)
+    assert report.verdict == Verdict.UNKNOWN
+    assert f"could be started although held: {SGLANG} active" in report.summary
+    assert stage.writes[-1] == BACK
+
+
+def test_a_long_reclaim_keeps_its_lease() -> None:
+    stage = serving(lease_s=10)
+
+    def slow(asked: Script) -> None:
+        if asked.name == f"stop {SGLANG}":
+            stage.clock.now += 60
+
+    stage.host.hook = slow
+    policy = ReclaimPolicy(hold_minutes=60, settle_timeout_s=60, term_grace_s=5)
+    assert reclaim(stage.session, policy).held_until == "11:00"
+    assert stage.writes == [TAKE, f"stop {SGLANG}", KEEP, "end 1 processes", PROVE]
+
+
+def test_a_lease_that_is_lost_ends_the_run() -> None:
+    stage = serving(lease_s=10)
+    stage.host.holds[KEEP] = "status lost\n"
+
+    def slow(asked: Script) -> None:
+        if asked.name == f"stop {SGLANG}":
+            stage.clock.now += 60
+
+    stage.host.hook = slow
+    report = refused(stage, ReclaimPolicy(hold_minutes=60, settle_timeout_s=60))
+    assert report.verdict == Verdict.UNKNOWN
+    assert "no longer ours" in report.summary
+
+
+def test_no_step_acts_before_the_hold_it_is_asked_for() -> None:
+    stage = serving()
+    with pytest.raises(BadInput, match="has not taken it"):
+        stop_systemd(stage.session, POLICY)
+    assert stage.writes == []
+
+
+def test_a_unit_that_is_not_held_is_not_stopped() -> None:
+    stage = serving()
+    stage.session.held, stage.session.signed_s = [], stage.clock.now
+    outcome = stop_systemd(stage.session, POLICY)
+    assert (outcome.stopped, stage.writes) == ([], [])
+
+
+def test_a_restore_tells_whose_hold_it_ended() -> None:
+    stage = serving()
+    report = hold.restore(stage.session, everybody=True)
+    assert (report.owner, report.complete) == ("me", True)
+    assert str(report) == f"llm: put back: 1 of 1 units; no hold is left\n  {SGLANG}: started"
+
+
+@pytest.mark.parametrize(
+    ("answer", "complete", "said", "advised"),
+    [
+        ("status nothing\n", True, "nothing to put back", ""),
+        ("status other\n", True, "another run holds the host", ""),
+        (
+            "unit a failed it is failed (failed)\nstatus failed\n",
+            False,
+            "did not start",
+            "journalctl -u a",
+        ),
+        ("unit a edited\nunit b started\nstatus done\n", True, "left alone", "systemctl start a"),
+    ],
+)
+def test_what_a_restore_says(answer: str, complete: bool, said: str, advised: str) -> None:
+    stage = serving()
+    stage.host.holds[BACK] = answer
+    report = hold.restore(stage.session)
+    assert report.complete is complete
+    assert said in report.summary
+    assert advised in report.remedy
+
+
+@pytest.mark.parametrize("answer", ["", "status busy\n", "unit a started\n"])
+def test_a_restore_whose_end_is_not_known_is_an_error(answer: str) -> None:
+    stage = serving()
+    stage.host.holds[BACK] = answer
+    with pytest.raises(BadAnswer):
+        hold.restore(stage.session)

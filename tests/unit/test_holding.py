@@ -1,0 +1,346 @@
+"""Scripts of the hold, under dash and busybox, with a systemctl that only keeps states."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from gpu_reclaim.commands import Section
+from gpu_reclaim.holding import parse, restore_order
+from gpu_reclaim.models import Lease, UnitState
+from gpu_reclaim.restoring import parse_units
+from unit.actors import IGNORE_TERM, Stage, alive, identity
+from unit.held_host import HeldHost
+from unit.shells import stub
+
+A, B = "a.service", r"b@qwen\x2d72b.service"
+
+
+@pytest.fixture
+def host(tools: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldHost:
+    made = HeldHost(tmp_path)
+    monkeypatch.setenv("PATH", f"{made.tools}:{os.environ['PATH']}")
+    return made
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_a_hold_leaves_on_the_host(host: HeldHost) -> None:
+    host.unit(A, triggers="a.socket a.timer a.path")
+    host.unit(B)
+    host.unit("idle.service", "inactive")
+    host.unit("a.socket")
+    host.unit("a.timer")
+    host.unit("a.path", "inactive")
+    answer = host.take(B, A, "idle.service", owner="it's $(me)\nhere")
+    held = sorted([A, B, "a.path", "a.socket", "a.timer", "idle.service"])
+
+    assert answer.status == "taken"
+    assert answer.lease is not None
+    assert (answer.lease.token, answer.lease.url) == ("t1", "http://run")
+    assert answer.lease.owner == "it's $(me)\\nhere"
+    assert (mode(host.lease), mode(host.record), mode(host.record.parent)) == (0o644, 0o600, 0o700)
+    lines = [line.split() for line in host.record.read_text().splitlines()]
+    assert [(x[1], x[2]) for x in lines if x[0] == "unit"] == [
+        ("a.socket", "restore"),
+        (B, "restore"),
+        (A, "restore"),
+        ("idle.service", "hold"),
+        ("a.timer", "restore"),
+        ("a.path", "hold"),
+    ]
+    folders = sorted(x.name.removesuffix(".d") for x in host.places_of("systemd/system").iterdir())
+    assert folders == held
+    for name in held:
+        text = host.places_of(f"systemd/system/{name}.d/50-gpu-reclaim-hold.conf").read_text()
+        assert text == f"[Unit]\nAssertPathExists=!{host.places_of('gpu-reclaim/hold')}\n"
+    assert host.state("gpu-reclaim-deadman.timer") == "active"
+
+
+def test_held_proven_and_put_back(host: HeldHost) -> None:
+    host.unit(A, triggers="a.socket a.timer")
+    host.unit(B)
+    host.unit("a.socket")
+    host.unit("a.timer")
+    host.take(B, A)
+    host.stop(A, B, "a.socket", "a.timer")
+    proven = host.prove()
+    assert (proven.status, sorted(proven.units)) == ("taken", sorted([A, B, "a.socket", "a.timer"]))
+    tried = len(host.started)
+    order = ["a.socket", B, A, "a.timer"]
+    assert host.restore() == ("done", dict.fromkeys(order, "started"))
+    assert host.started[tried:] == order
+    assert host.traces == []
+    assert host.state("gpu-reclaim-deadman.timer") == "inactive"
+    assert host.restore() == ("nothing", {})
+
+
+def test_another_is_refused_and_sees_who_holds(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A, owner="the first")
+    before = host.record.read_text(), host.lease.read_text()
+    answer = host.take(A, token="t2", owner="the second")
+    assert answer.status == "held"
+    assert answer.lease is not None
+    assert answer.lease.owner == "the first"
+    assert answer.lease.since
+    assert answer.lease.expires > answer.lease.since
+    assert (host.record.read_text(), host.lease.read_text()) == before
+    assert host.restore("t2") == ("other", {})
+    assert host.renew("t2").status == "lost"
+    assert host.prove("t2").status == "lost"
+
+
+def test_the_same_claim_again_changes_no_record(host: HeldHost) -> None:
+    """After a lost answer: by now the unit is down, and the record must still know it."""
+    host.unit(A)
+    host.take(A)
+    before = host.record.read_text()
+    host.stop(A)
+    again = host.take(A)
+    assert (again.status, again.found, again.left_by) == ("taken", [], "")
+    assert host.record.read_text() == before
+
+
+def test_a_broken_off_take_is_begun_anew(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.places_of("gpu-reclaim/hold").unlink()
+    again = host.take(A)
+    assert (again.status, again.left_by) == ("taken", "")
+    assert host.places_of("gpu-reclaim/hold").exists()
+
+
+def test_what_a_dead_run_left_comes_back_first(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A, owner="the dead")
+    host.stop(A)
+    host.expire()
+    answer = host.take(A, token="t2")
+    assert (answer.status, answer.left_by) == ("taken", "the dead")
+    assert [(x.unit, x.outcome) for x in answer.found] == [(A, "started")]
+    assert answer.lease is not None
+    assert answer.lease.token == "t2"
+    assert f"unit {A} restore" in host.record.read_text()
+
+
+def test_a_lease_of_another_boot_holds_nobody_up(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.lease.write_text(host.lease.read_text().replace("\nboot ", "\nboot another-"))
+    assert host.take(A, token="t2").status == "taken"
+
+
+def test_only_what_we_stopped_is_started(host: HeldHost) -> None:
+    """One failed before, one was just stopping, one runs again, one was edited, one is gone."""
+    for name in ("runs.service", "edited.service", "gone.service", A):
+        host.unit(name)
+    host.unit("failed.service", "failed")
+    host.unit("stopping.service", "deactivating")
+    names = ["runs", "edited", "gone", "failed", "stopping"]
+    host.take(*(f"{name}.service" for name in names), A)
+    host.stop("edited.service", "gone.service", "stopping.service", A)
+    (host.home / "edited.service.file").write_text("another")
+    (host.home / "gone.service.file").unlink()
+    assert host.restore() == (
+        "done",
+        {
+            "runs.service": "running",
+            "edited.service": "edited",
+            "gone.service": "gone",
+            A: "started",
+        },
+    )
+    assert host.started == [A]
+    assert host.state("failed.service") == "failed"
+    assert host.traces == []
+
+
+def test_what_does_not_start_stays_on_the_record_and_is_tried_later(host: HeldHost) -> None:
+    host.unit(A)
+    host.unit(B)
+    host.take(A, B)
+    host.stop(A, B)
+    (host.home / f"{B}.broken").touch()
+    assert host.restore("t1") == ("failed", {A: "started", B: "failed"})
+    assert [line.split()[1] for line in host.record.read_text().splitlines()[-1:]] == [B]
+    assert A not in host.record.read_text()
+    assert not host.places_of("gpu-reclaim/hold").exists()
+    tried = len(host.started)
+    assert host.dead_man() == ""
+    assert len(host.started) == tried
+    host.places_of("gpu-reclaim/retry").write_text("wait 30\nat 1\n")
+    assert f"<4>gpu-reclaim: unit {B} failed" in host.dead_man()
+    assert "wait 60" in host.places_of("gpu-reclaim/retry").read_text()
+    # A new holder takes it over, and its end tries again.
+    answer = host.take(A, token="t2")
+    assert (answer.status, answer.left_by) == ("taken", "me")
+    host.stop(A)
+    (host.home / f"{B}.broken").unlink()
+    assert host.restore("t2") == ("done", {A: "started", B: "started"})
+    assert host.traces == []
+
+
+def test_the_dead_man_waits_for_the_lease(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.stop(A)
+    assert host.dead_man() == ""
+    assert host.state(A) == "inactive"
+    host.expire()
+    assert f"<4>gpu-reclaim: unit {A} started" in host.dead_man()
+    assert host.state(A) == "active"
+    assert host.traces == []
+
+
+def test_a_renewed_lease_is_longer(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A, ttl_s=5)
+    since = host.read().lease
+    assert host.renew().status == "taken"
+    now = host.read().lease
+    assert since is not None
+    assert now is not None
+    assert now.expires > since.expires
+    assert (now.owner, now.url, now.since) == (since.owner, since.url, since.since)
+
+
+def test_a_lease_that_is_over_cannot_be_renewed(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.expire()
+    assert host.renew().status == "lost"
+
+
+def test_a_held_unit_that_starts_is_stopped_again(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.stop(A)
+    host.places_of(f"systemd/system/{A}.d/50-gpu-reclaim-hold.conf").unlink()
+    host.places_of(f"systemd/system/{A}.d").rmdir()
+    answer = host.prove()
+    assert (answer.status, answer.broken) == ("broken", [f"{A} active"])
+    assert host.state(A) == "inactive"
+
+
+@pytest.mark.parametrize("tool", ["systemd-run", "ln"])
+def test_nothing_stays_of_a_hold_that_cannot_be_set(host: HeldHost, tool: str) -> None:
+    host.unit(A)
+    text = (
+        "exit 1"
+        if tool == "systemd-run"
+        else 'case "$*" in *lease*) exit 1;; esac; exec /bin/ln "$@"'
+    )
+    stub(host.tools, tool, text)
+    assert host.take(A).status == "unset"
+    assert host.traces == []
+    assert host.started == []
+    assert host.state(A) == "active"
+
+
+def test_two_restores_at_once_start_once(
+    tools: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HeldHost(tmp_path, slow="1")
+    monkeypatch.setenv("PATH", f"{host.tools}:{os.environ['PATH']}")
+    host.unit(A)
+    host.take(A)
+    host.stop(A)
+    found: list[str] = []
+    both = [threading.Thread(target=lambda: found.append(host.restore()[0])) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    assert sorted(found) == ["done", "nothing"]
+    assert host.started == [A]
+    assert host.traces == []
+
+
+def test_who_outlived_the_stop_is_ended_before_the_start(host: HeldHost, stage: Stage) -> None:
+    """By identity alone: pid and start time, as they were chosen before the stop."""
+    worker, deaf, other = stage.start(), stage.start(IGNORE_TERM), stage.start()
+    rest = [(A, worker, identity(worker).start_time), (A, deaf, identity(deaf).start_time)]
+    rest += [(A, other, identity(other).start_time + 1), (A, 999_999_999, 5)]
+    host.unit(A)
+    host.take(A, rest=rest)
+    assert host.restore("t1") == ("done", {A: "running"})
+    assert alive(worker)
+    host.take(A, rest=rest)
+    host.stop(A)
+    assert host.restore("t1") == ("done", {A: "started"})
+    assert [alive(x) for x in (worker, deaf, other)] == [False, False, True]
+
+
+def test_the_lock_of_a_dead_script_is_no_obstacle(host: HeldHost) -> None:
+    """Its pid may be another's by now: the start time tells."""
+    host.unit(A)
+    for holder in ("999999999:1", f"{os.getpid()}:1"):
+        host.places_of("gpu-reclaim-lock").symlink_to(holder)
+        assert host.take(A).status == "taken"
+        assert host.restore()[0] == "done"
+    assert host.traces == []
+
+
+def test_reading_an_idle_host(host: HeldHost) -> None:
+    answer = host.read()
+    assert (answer.status, answer.lease, answer.record) == ("", None, [])
+    assert host.traces == []
+
+
+# Parsers and order.
+
+
+def test_lines_of_an_answer() -> None:
+    answer = parse(
+        Section(
+            "lease token t\nlease owner me and you\nlease url \nlease since x\nlease junk y\n"
+            "owner the dead\nunit a.service started it is still activating (start)\n"
+            "unit b.service exploded\nunit\nrefused a.timer\nstatus taken\n",
+            0,
+        )
+    )
+    assert answer.status == "taken"
+    assert answer.lease == Lease(token="t", owner="me and you", since="x")
+    assert [str(x) for x in answer.found] == ["a.service: started (it is still activating (start))"]
+    assert (answer.left_by, answer.units) == ("the dead", ["a.timer"])
+
+
+def test_no_answer_is_no_status() -> None:
+    assert parse(Section("", 1)).status == ""
+    assert parse_units(Section("sh: 1: systemctl: not found\n", 127)) == []
+
+
+def unit(name: str, *, after: str = "", required_by: str = "") -> UnitState:
+    return UnitState(
+        name=name,
+        load_state="loaded",
+        active_state="active",
+        after=after.split(),
+        required_by=required_by.split(),
+    )
+
+
+def test_units_come_back_in_the_reverse_of_their_stop() -> None:
+    assert restore_order([unit("a"), unit("b"), unit("c")], ["a", "b"]) == ["b", "a", "c"]
+
+
+def test_whoever_needs_another_comes_after_it() -> None:
+    states = [
+        unit("a", required_by="gateway"),
+        unit("b", after="a basic.target"),
+        unit("gateway", required_by="front"),
+        unit("front"),
+    ]
+    assert restore_order(states, ["a", "b"]) == ["a", "b", "gateway", "front"]
+
+
+def test_a_circle_still_has_an_order() -> None:
+    states = [unit("a", required_by="b"), unit("b", required_by="a")]
+    assert sorted(restore_order(states, ["a", "b"])) == ["a", "b"]
