@@ -9,7 +9,7 @@ from prefect.runtime import flow_run
 from gpu_reclaim import hold
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy, RestoredUnit, RestoreReport, Survey
-from gpu_reclaim.tasks.host import open_host, ops_task
+from gpu_reclaim.tasks.host import open_host, ops_task, with_defaults
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def take_hold(host: str, policy: ReclaimPolicy, before: Survey) -> list[Restored
         HoldBroken: The hold cannot be set; nothing was stopped.
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         return hold.take(session, policy, before, *_owner())
 
@@ -58,6 +59,7 @@ def prove_hold(host: str, policy: ReclaimPolicy) -> str:
         HoldLost: The hold is no longer ours.
         TransportError: It could not be reached.
     """
+    policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
         if session.held is None:
             raise BadInput("nothing is held here", remedy="take_hold first, in the same open_host")
