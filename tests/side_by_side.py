@@ -6,6 +6,7 @@ The lab mostly waits for its guest. A shell would start the second one with SIGI
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ PYTEST = [sys.executable, "-m", "pytest"]
 
 def main(arguments: Sequence[str]) -> int:
     """The first exit status that is not 0."""
+    # Whoever started this in the background may have had SIGINT ignored too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryFile("w+") as kept:
         beside = [*PYTEST, "-m", "not lab and not exhaustive", *arguments]
         others = subprocess.Popen(beside, stdout=kept, stderr=subprocess.STDOUT)

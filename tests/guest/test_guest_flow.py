@@ -229,4 +229,5 @@ def test_via_without_such_a_way(lab: Lab, via: Any, gone: str) -> None:
     ways.save_host(lab, "lab", **{gone: None})
     with pytest.raises(BadInput, match=f"lab: via='{via}' is asked for") as caught:
         reclaim_gpus("lab", ReclaimPolicy(via=via))
-    assert "give the GpuHost block an ssh or a guest" in caught.value.remedy
+    way = "an ssh" if via == "ssh" else "a guest with node_ssh"
+    assert f"use via='auto', or give the GpuHost block {way}" in caught.value.remedy
