@@ -8,6 +8,7 @@ from gpu_reclaim.models import ReclaimPolicy, Verdict, Via
 from gpu_reclaim.reclaim import reclaim
 from guest import ways, witness
 from lab.lab import Lab
+from lab.waiting import wait_until
 
 pytestmark = pytest.mark.lab
 
@@ -80,6 +81,8 @@ def test_everything_goes_through_the_node_when_sshd_is_down(lab: Lab) -> None:
     lab.start_server()
     server, before = witness.of_unit(lab, ways.UNIT), witness.everybody(lab)
     lab.stop_guest_sshd()
+    # What a closed session leaves to be tidied up is over in a moment.
+    wait_until("only the idle are left", lambda: set(witness.everybody(lab)) <= set(before))
     sshd = witness.everybody(lab)
     report = reclaim(ways.session(lab), ReclaimPolicy())
     through = f"container 129 through ssh root@127.0.0.1:{lab.node_port}"

@@ -151,7 +151,7 @@ def test_no_output_at_all_is_unknown(link: Transport, pve: PveServer) -> None:
 
 def test_a_killed_script_is_unknown_and_its_signal_is_told(link: Transport, pve: PveServer) -> None:
     pve.doctor = lambda answer: {"exited": 1, "signal": 9, "out-data": answer["out-data"][:40]}
-    with pytest.raises(TimedOut) as caught:
+    with pytest.raises(Incomplete) as caught:
         link.run(HELLO)
     assert caught.value.result is not None
     assert caught.value.result.exit_code == 137
