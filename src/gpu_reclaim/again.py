@@ -26,12 +26,6 @@ def running_again(session: Session, after: Sequence[UnitState]) -> dict[str, lis
     return {unit: [name for name in names if name in live] for unit, names in sources.items()}
 
 
-def describe_again(row: tuple[str, Sequence[str]]) -> str:
-    """For example `sglang.service (perhaps by sglang.timer)`."""
-    unit, by = row
-    return f"{unit} (perhaps by {', '.join(by)})" if by else unit
-
-
 def _sources(state: UnitState) -> list[str]:
     # A target wants half the system, and was reached long ago.
     names = dict.fromkeys([*state.triggered_by, *state.wanted_by])

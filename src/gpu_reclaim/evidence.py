@@ -74,7 +74,7 @@ class Evidence:
     @property
     def in_use(self) -> list[Gpu]:
         """Wanted GPUs with more memory in use than may remain."""
-        return [gpu for gpu in self.wanted if (gpu.memory_used_mib or 0) > self.policy.limit_mib]
+        return self.policy.in_use(self.after.gpus)
 
     @property
     def listed_mib(self) -> dict[int, int | None]:

@@ -127,6 +127,10 @@ class ReclaimPolicy(BaseModel):
         """Those of the GPUs that are wanted."""
         return [gpu for gpu in gpus if not self.gpus or gpu.index in self.gpus]
 
+    def in_use(self, gpus: list[Gpu]) -> list[Gpu]:
+        """Those of the wanted GPUs with more memory in use than may remain."""
+        return [x for x in self.wanted(gpus) if (x.memory_used_mib or 0) > self.limit_mib]
+
     @field_validator("match")
     @classmethod
     def _regexes(cls, patterns: list[str]) -> list[str]:

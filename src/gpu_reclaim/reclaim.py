@@ -93,7 +93,7 @@ def plan(record: Record) -> ReclaimReport:
     going = [state for state in units if state.active or state.triggered_by]
     names = [state.name for state in going]
     summary = _plan_summary(victims, names, record.policy.hold_minutes)
-    if not victims and not names and Evidence(record.policy, before.reading, before.reading).in_use:
+    if not victims and not names and record.policy.in_use(before.reading.gpus):
         summary += "; memory is in use and nobody is seen to hold it, so it would not become free"
     report = record.report(causes.PLANNED.finding(summary))
     along = dependents([*before.units, *before.dependents], names)

@@ -128,14 +128,7 @@ def _quit_mps(session: Session, spared: list[Spared], table: ProcessTable, run: 
     return ended
 
 
-def end(
-    session: Session,
-    choice: Choice,
-    namespace: str,
-    policy: ReclaimPolicy,
-    *,
-    run: Run | None = None,
-) -> list[Ended]:
+def end(session: Session, choice: Choice, namespace: str, policy: ReclaimPolicy) -> list[Ended]:
     """End the chosen victims, and say what became of each.
 
     Raises:
@@ -144,7 +137,7 @@ def end(
     """
     if not choice.victims:
         return []
-    return end_and_look(session, choice.victims, namespace, policy, run=run)[0]
+    return end_and_look(session, choice.victims, namespace, policy, run=session.links.run)[0]
 
 
 def end_and_look(
@@ -153,7 +146,7 @@ def end_and_look(
     namespace: str,
     policy: ReclaimPolicy,
     *,
-    run: Run | None = None,
+    run: Run,
 ) -> tuple[list[Ended], ProcessTable]:
     """End victims, say what became of each, and look again in the same round trip.
 
@@ -178,7 +171,7 @@ def end_and_look(
     )
     # Should the answer be lost, they are known as units that may run anew.
     session.owners |= dict.fromkeys(others, "")
-    result = (run or session.links.run)(script)
+    result = run(script)
     if others:
         states = systemd.parse_show(result.section("owners"))
         session.owners |= {x.name: x.invocation for x in states if x.name in others}

@@ -172,11 +172,11 @@ def look(
 
 
 def dependent_units(section: Section, units: Sequence[str]) -> list[UnitState]:
-    """Units that systemd stops along with some."""
+    """Units that systemd stops along with some, and their live triggers."""
     states = systemd.live_triggers(systemd.parse_show(section))
-    triggers = [x for state in states if state.name in units for x in state.triggered_by]
-    names = systemd.dependents(states, [*units, *triggers])
-    return [state for state in states if state.name in names or state.name in triggers]
+    triggers = {x for state in states if state.name in units for x in state.triggered_by}
+    shown = triggers.union(systemd.dependents(states, units))
+    return [state for state in states if state.name in shown]
 
 
 def _reading(result: Result, *, gpus: bool, apps: bool) -> GpuReading:

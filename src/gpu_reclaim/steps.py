@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from gpu_reclaim.commands import Result
 from gpu_reclaim.errors import (
     AccessRefused,
     BadInput,
@@ -137,19 +138,25 @@ def _check_units(session: Session, policy: ReclaimPolicy, found: Survey) -> None
     _check_machine(session, [*going, *others])
     refusing = [state.name for state in going if state.active and not state.can_stop]
     if refusing:
-        raise CommandFailed(
-            f"{session.host}: {', '.join(refusing)} refuses to be stopped by hand "
-            "(RefuseManualStop); nothing was touched",
-            remedy="stop what it belongs to, and name that in the GpuHost block",
-        )
+        raise refuses_stop(session, refusing)
+
+
+def refuses_stop(
+    session: Session, names: Sequence[str], result: Result | None = None
+) -> CommandFailed:
+    """The error about units with RefuseManualStop."""
+    return CommandFailed(
+        f"{session.host}: {', '.join(names)} refuses to be stopped by hand "
+        "(RefuseManualStop); nothing was touched",
+        remedy="stop what it belongs to, and name that in the GpuHost block",
+        result=result,
+    )
 
 
 def _along(found: Survey, going: Sequence[UnitState]) -> list[UnitState]:
     """Live units that systemd stops along with those, and with their triggers."""
     shown = [*found.units, *found.dependents]
-    names = [state.name for state in going]
-    roots = [*names, *(unit for state in going for unit in state.triggered_by)]
-    along = dependents(shown, roots)
+    along = dependents(shown, [state.name for state in going])
     # Targets only group units: nothing stops with them.
     return [
         state

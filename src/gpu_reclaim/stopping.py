@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gpu_reclaim import causes, hold, processes, systemd
-from gpu_reclaim.again import describe_again, running_again, stopped_along
+from gpu_reclaim import hold, processes, systemd
+from gpu_reclaim.again import running_again, stopped_along
 from gpu_reclaim.commands import Result, Script
 from gpu_reclaim.errors import CameBack, CommandFailed
 from gpu_reclaim.models import (
@@ -22,8 +22,9 @@ from gpu_reclaim.models import (
 from gpu_reclaim.owners import in_unit
 from gpu_reclaim.protected import PROTECTED_UNITS, protected_name
 from gpu_reclaim.releasing import end
-from gpu_reclaim.session import Session, dependent_units, look, seen_processes, unit_states
-from gpu_reclaim.steps import check_may_act, name_units, names_to_stop
+from gpu_reclaim.session import Session, look, seen_processes, unit_states
+from gpu_reclaim.steps import check_may_act, name_units, names_to_stop, refuses_stop
+from gpu_reclaim.verdict import runs_again
 from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def _stop_and_end(
     after = unit_states(session, result, names)
     _refuse_running(session, states, after, result)
     outcome.step.via = result.where
-    outcome.stopped = _rows(states, names, result)
+    outcome.stopped = _rows(states, result)
     table = _members(session, names, states, result)
     units = [state.name for state in states]
     reading = seen.reading if seen else GpuReading()
@@ -139,12 +140,7 @@ def _stop(session: Session, names: Sequence[str]) -> Result:
     refusing = [x for x in states if not x.can_stop or x.load_state == "not-found"]
     running = [state.name for state in refusing if state.active]
     if running or not refusing:
-        raise CommandFailed(
-            f"{session.host}: {', '.join(running or names)} refuses to be stopped by hand "
-            "(RefuseManualStop); nothing was touched",
-            remedy="stop what it belongs to, and name that in the GpuHost block",
-            result=result,
-        )
+        raise refuses_stop(session, running or names, result)
     rest = [name for name, state in zip(names, states, strict=True) if state not in refusing]
     return _stop(session, rest) if rest else result
 
@@ -159,18 +155,8 @@ def _refuse_running(
     again = running_again(session, runs)
     if not again:
         return
-    starters = " ".join(sorted({name for by in again.values() for name in by}))
-    shown = "; ".join(map(describe_again, again.items()))
-    first = next(iter(again))
-    raise CameBack(
-        f"{session.host}: stopped, and running again: {shown}",
-        remedy=causes.RUNS_AGAIN.advice(
-            commands=f"systemctl stop {starters}"
-            if starters
-            else f"`systemctl status {first}` and `journalctl -u {first}` may tell"
-        ),
-        result=result,
-    )
+    finding = runs_again(again)
+    raise CameBack(f"{session.host}: {finding.summary}", remedy=finding.remedy, result=result)
 
 
 def _refuse_unstopped(session: Session, still: Sequence[UnitState], result: Result) -> None:
@@ -198,11 +184,11 @@ def _finish_stop(session: Session, after: Sequence[UnitState]) -> None:
     _refuse_unstopped(session, still, result)
 
 
-def _rows(states: Sequence[UnitState], names: Sequence[str], result: Result) -> list[StoppedUnit]:
+def _rows(states: Sequence[UnitState], result: Result) -> list[StoppedUnit]:
     """What ran, or would have been started, and does no more."""
     shown = {x.name: x for x in systemd.live_triggers(systemd.parse_show(result.section("stop")))}
     rows = [StoppedUnit(unit=x.name, active=x.active, triggered_by=x.triggered_by) for x in states]
-    running = {x.name for x in dependent_units(result.section("units"), names) if x.active}
+    running = {x.name for x in systemd.parse_show(result.section("units")) if x.active}
     along = systemd.dependents(list(shown.values()), [state.name for state in states])
     rows += [
         stopped_along(shown[name], because)

@@ -76,18 +76,6 @@ def show(units: Iterable[str]) -> str:
 
 _SHOW = f"systemctl show --no-pager -p {','.join(PROPERTIES)}"
 
-_TREE = f"""
-seen=" "; next="$*"
-while [ -n "$next" ]; do
-  out=$({_SHOW} -- $next); code=$?
-  printf '%s\\n\\n' "$out"
-  [ $code -eq 0 ] || exit {{failed}}
-  seen="$seen$next "
-  more=$(printf '%s\\n' "$out" | sed -n -E 's/^({"|".join(("TriggeredBy", *STOPPED_ALONG))})=//p')
-  next=
-  for unit in $more; do case "$seen$next " in *" $unit "*) ;; *) next="$next $unit";; esac; done
-done"""
-
 REFUSED = 90
 """Exit status of `stop` when a unit is unknown or refuses to be stopped by hand."""
 
@@ -97,13 +85,23 @@ UNSAFE = 91
 UNSHOWN = 92
 """Exit status when systemctl could not show units; nothing was stopped."""
 
-TREE = _TREE.replace("{failed}", str(UNSHOWN))
+_TREE = f"""
+seen=" "; next="$*"
+while [ -n "$next" ]; do
+  out=$({_SHOW} -- $next); code=$?
+  printf '%s\\n\\n' "$out"
+  [ $code -eq 0 ] || exit {UNSHOWN}
+  seen="$seen$next "
+  more=$(printf '%s\\n' "$out" | sed -n -E 's/^({"|".join(("TriggeredBy", *STOPPED_ALONG))})=//p')
+  next=
+  for unit in $more; do case "$seen$next " in *" $unit "*) ;; *) next="$next $unit";; esac; done
+done"""
 
 
 def show_tree(units: Iterable[str]) -> str:
     """Shell text that prints units, all that systemd would stop along with them, and triggers."""
     names = " ".join(shlex.quote(unit) for unit in units)
-    return f"set -f\nset -- {names}{TREE}"
+    return f"set -f\nset -- {names}{_TREE}"
 
 
 _NO_KILL = """
@@ -159,7 +157,7 @@ case "$own" in
     done;;
 esac
 [ -z "$refused" ] || {{ printf '%s\\n' "$own"; exit {REFUSED}; }}
-shown=$(set -- {names}{TREE}) || exit {UNSHOWN}
+shown=$(set -- {names}{_TREE}) || exit {UNSHOWN}
 printf '%s\\n\\n' "$shown"{spare}
 triggers=$({{ printf '%s\\n' "$own" | sed -n 's/^TriggeredBy=//p'
   printf '%s\\n' "$shown" | {_TRIGGERS_OF_RUNNING}; }} | tr ' ' '\\n' | sort -u)
@@ -186,14 +184,19 @@ def live_triggers(states: Sequence[UnitState]) -> list[UnitState]:
 
 
 def dependents(states: Sequence[UnitState], units: Sequence[str]) -> dict[str, str]:
-    """Units that systemd stops along with some, each with the one it is stopped because of."""
+    """Units that systemd stops along with some, each with the one it is stopped because of.
+
+    Their triggers are stopped too, so what is bound to one of those counts, and they do not.
+    """
     known = {state.name: state for state in states}
+    triggers = [x for unit in units if unit in known for x in known[unit].triggered_by]
     found: dict[str, str] = {}
-    queue = list(units)
+    queue = [*units, *triggers]
+    roots = set(queue)
     while queue:
         unit = queue.pop(0)
         for name in known[unit].required_by if unit in known else ():
-            if name not in found and name not in units:
+            if name not in found and name not in roots:
                 found[name] = unit
                 queue.append(name)
     return found

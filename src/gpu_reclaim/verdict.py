@@ -178,8 +178,7 @@ def _held_visibly(e: Evidence) -> Finding | None:
     stuck = [process for process, row in rows if row and row.outcome != "denied"]
     denied = [process for process, row in rows if row and row.outcome == "denied"]
     if stuck:
-        cause = causes.TRACED if all(x.state == "t" for x in stuck) else causes.STUCK
-        return cause.finding(f"still there after KILL: {text}{_waits(e.ended, stuck)}")
+        return _still_there(e, stuck, text)
     if denied:
         return causes.DENIED.finding(f"not allowed to signal: {text}")
     if e.policy.gpus and all((x.pid, x.start_time) in e.known for x in e.holders):
@@ -193,15 +192,25 @@ def _survived(e: Evidence) -> Finding | None:
     if not e.survivors:
         return None
     text = "; ".join(_holder(process, {}) for process in e.survivors)
-    return causes.STUCK.finding(f"still there after KILL: {text}{_waits(e.ended, e.survivors)}")
+    return _still_there(e, e.survivors, text)
+
+
+def _still_there(e: Evidence, stuck: Sequence[Process], text: str) -> Finding:
+    cause = causes.TRACED if all(x.state == "t" for x in stuck) else causes.STUCK
+    return cause.finding(f"still there after KILL: {text}{_waits(e.ended, stuck)}")
 
 
 def _running_again(e: Evidence) -> Finding | None:
     if not e.running_again:
         return None
-    text = "; ".join(_unit(unit, by) for unit, by in e.running_again.items())
+    return runs_again(e.running_again)
+
+
+def runs_again(again: Mapping[str, Sequence[str]]) -> Finding:
+    """What is said of units that run though they were stopped, each with who may have done it."""
+    text = "; ".join(_unit(unit, by) for unit, by in again.items())
     return causes.RUNS_AGAIN.finding(
-        f"stopped, and running again: {text}", commands=_stop_starters([], e.running_again)
+        f"stopped, and running again: {text}", commands=_stop_starters([], again)
     )
 
 

@@ -27,9 +27,7 @@ def verify(session: Session, policy: ReclaimPolicy) -> Survey:
         TransportError: As `Transport.run`.
     """
     survey = look(session, NAME, apps=bool(policy.gpus), wide=True)
-    wanted = policy.wanted(survey.reading.gpus)
-    in_use = any((gpu.memory_used_mib or 0) > policy.limit_mib for gpu in wanted)
-    if in_use or session.left or holding(session, policy, survey):
+    if policy.in_use(survey.reading.gpus) or session.left or holding(session, policy, survey):
         started = survey.step
         survey = look(session, NAME, apps=True, everybody=True, wide=True)
         survey.step.seconds += started.seconds

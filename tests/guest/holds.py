@@ -6,7 +6,7 @@ from typing import Any
 
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
 from gpu_reclaim.reclaim import reclaim
-from guest import units, ways
+from guest import units, ways, witness
 from lab.lab import Lab
 from lab.waiting import wait_until
 
@@ -24,12 +24,6 @@ true
 
 ACTIVE = "systemctl list-units --plain --no-legend --full --state=active,activating,failed"
 
-FILES = r"""
-find / -xdev -path /run/gpu-lab -prune -o -printf '%p|%y|%m\n'
-for folder in /run /tmp /dev /var/tmp; do
-  find $folder -path /run/gpu-lab -prune -o -printf '%p|%y|%m\n'
-done
-"""
 NOISE = (
     "/run/systemd/journal/",
     "/run/log/journal",
@@ -65,8 +59,7 @@ def running(lab: Lab) -> set[str]:
 
 def files(lab: Lab) -> set[str]:
     """Every file of the guest with its kind and mode, but for what running units write."""
-    listed = lab.do(FILES, timeout=60).splitlines()
-    return {line for line in listed if not line.startswith(NOISE)}
+    return witness.files(lab, "%p|%y|%m", NOISE)
 
 
 def is_active(lab: Lab, *names: str) -> list[str]:

@@ -14,12 +14,6 @@ from lab.waiting import wait_until
 
 pytestmark = pytest.mark.lab
 
-FILES = r"""
-find / -xdev -path /run/gpu-lab -prune -o -printf '%p|%y|%m|%s|%T@|%C@|%l\n'
-for folder in /run /tmp /dev /var/tmp; do
-  find $folder -path /run/gpu-lab -prune -o -printf '%p|%y|%m|%s|%T@|%C@|%l\n'
-done
-"""
 LOGIN = (
     "/var/log/journal",
     "/var/log/wtmp",
@@ -40,10 +34,9 @@ SHOW = "systemctl list-units --all --plain --no-legend --full; systemctl list-jo
 
 def files(lab: Lab, via: str) -> set[str]:
     """Every file of the guest, with its times."""
-    listed = set(lab.do(FILES, timeout=60).splitlines())
     # The journal is written by whoever runs there, at any time.
     skipped = LOGIN if via == "ssh" else ("/var/log/journal", "/run/log/journal")
-    return {line for line in listed if not line.startswith(skipped)}
+    return witness.files(lab, "%p|%y|%m|%s|%T@|%C@|%l", skipped)
 
 
 @pytest.mark.parametrize("via", ["hypervisor", "ssh"])

@@ -67,6 +67,26 @@ def readings(lab: Lab) -> list[dict[int, int]]:
     return [c.used_mib for c in lab.smi_calls() if any("--query-gpu" in word for word in c.argv)]
 
 
+FILES = r"""
+find / -xdev -path /run/gpu-lab -prune -o -printf '@FIELDS@\n'
+for folder in /run /tmp /dev /var/tmp; do
+  find $folder -path /run/gpu-lab -prune -o -printf '@FIELDS@\n'
+done
+"""
+
+
+def files(lab: Lab, fields: str, but: tuple[str, ...]) -> set[str]:
+    """Every file of the guest, a line each, but for those whose lines begin so.
+
+    Args:
+        lab: The lab.
+        fields: What is told of each, as find's -printf has it; the path comes first.
+        but: What is written meanwhile by others.
+    """
+    listed = lab.do(FILES.replace("@FIELDS@", fields), timeout=60).splitlines()
+    return {line for line in listed if not line.startswith(but)}
+
+
 @contextmanager
 def untouched(lab: Lab, unit: str = UNIT) -> Iterator[None]:
     """Nobody ended, nobody started, the unit as it was."""

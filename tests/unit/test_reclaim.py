@@ -581,3 +581,20 @@ def test_a_look_that_does_not_even_see_its_own_shell_is_unknown(missing: str) ->
     stage.direct.handler = blind
 
     assert refused(stage).verdict == Verdict.UNKNOWN
+
+
+def test_what_is_bound_to_a_trigger_is_planned_and_reported() -> None:
+    units = {
+        SGLANG: Unit(triggers="a.socket"),
+        "a.socket": Unit(required_by="bound.service"),
+        "bound.service": Unit(),
+    }
+    stage = scene(Host(used=[0], units=units), units=["sglang"])
+    planned = reclaim(stage.session, ReclaimPolicy(mode="plan")).stopped
+    done = reclaim(stage.session, POLICY).stopped
+
+    assert planned == done
+    assert [(x.unit, x.triggered_by, x.because) for x in done] == [
+        (SGLANG, ["a.socket"], ""),
+        ("bound.service", [], "systemd stops it along with a.socket"),
+    ]
