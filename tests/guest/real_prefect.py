@@ -53,6 +53,9 @@ FINAL = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CAN
 UNFINISHED = FlowRunFilter(
     state=FlowRunFilterState(type=FlowRunFilterStateType(not_any_=list(FINAL)))
 )
+PAUSE_S = 0.2
+"""Between two looks: each costs, and both processors are wanted by what is waited for."""
+
 LOG_PAGE = 200
 """How many log lines the server gives at once."""
 
@@ -140,7 +143,7 @@ class Prefect:
         """Start the server, or start it again: same port, same database."""
         argv = ("server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         self.server = self.spawn(*argv)
-        wait_until("the Prefect server", self.healthy, 120)
+        wait_until("the Prefect server", self.healthy, 120, PAUSE_S)
 
     def stop_server(self) -> None:
         """End the server as an administrator would."""
@@ -154,7 +157,7 @@ class Prefect:
         """Start a worker, and wait until the server knows it."""
         before = self._workers()
         self.worker = self.spawn("worker", "start", "--pool", POOL, "--type", "process")
-        wait_until("the worker", lambda: bool(self._workers() - before), 60)
+        wait_until("the worker", lambda: bool(self._workers() - before), 60, PAUSE_S)
 
     def stop_worker(self) -> None:
         """End the worker as an administrator would; it ends its flow runs."""
@@ -283,7 +286,7 @@ class Prefect:
                 seen.append(self.state(run))
             return bool(seen) and seen[-1].type in (kinds or FINAL)
 
-        wait_until(f"run {run} is {kinds or 'at its end'}", there, timeout)
+        wait_until(f"run {run} is {kinds or 'at its end'}", there, timeout, PAUSE_S)
         return seen[-1]
 
     def cancel(self, run: UUID) -> None:
@@ -332,7 +335,8 @@ class Prefect:
         Raises:
             LabError: It had none in time.
         """
-        wait_until(f"run {run} has a process", lambda: bool(self.flow_processes(run)), timeout)
+        has_one = f"run {run} has a process"
+        wait_until(has_one, lambda: bool(self.flow_processes(run)), timeout, PAUSE_S)
         return self.flow_processes(run)[0]
 
     def wait_gone(self, run: UUID, timeout: float = 60) -> None:
@@ -342,12 +346,15 @@ class Prefect:
             LabError: It was not in time.
         """
         self.process_of(run)
-        wait_until(f"run {run} is gone", lambda: not self.flow_processes(run), timeout)
+        self._wait_none(run, timeout)
+
+    def _wait_none(self, run: UUID, timeout: float = 10) -> None:
+        wait_until(f"run {run} is gone", lambda: not self.flow_processes(run), timeout, PAUSE_S)
 
     def kill(self, run: UUID) -> None:
         """End a flow run's own process as the kernel does for want of memory."""
         os.kill(self.process_of(run), signal.SIGKILL)
-        wait_until(f"run {run} is gone", lambda: not self.flow_processes(run))
+        self._wait_none(run)
 
 
 def save_blocks(lab: Lab, prefect: Prefect) -> None:

@@ -95,14 +95,17 @@ def test_a_run_outlives_its_server_and_worker(lab: Lab, prefect: Prefect, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_a_run_sees_the_wire_cut_at_a_step(lab: Lab, prefect: Prefect, tmp_path: Path) -> None:
+def test_a_run_whose_wire_is_cut_fails_and_the_host_puts_all_back(
+    lab: Lab, prefect: Prefect, tmp_path: Path
+) -> None:
     lab.start_server()
-    steps = Stepping(tmp_path / "steps", at=STOP, when="before", act="wait")
+    steps = Stepping(tmp_path / "steps", at=STOP, act="wait")
     run = prefect.submit(DEPLOYMENT, PARAMETERS, steps.env)
     steps.wait_reached()
     with lab.cut():
         steps.go()
         holds.expire(lab)
         holds.wait_back(lab, UNIT)
-    assert prefect.wait(run, timeout=300).type == StateType.FAILED
-    assert witness.state_of(lab) == "active"
+        assert prefect.wait(run, timeout=600).type == StateType.FAILED
+    lab.wait_ready()
+    assert len(witness.of_unit(lab, UNIT)) == 6
