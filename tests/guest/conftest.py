@@ -1,4 +1,8 @@
-"""One lab for all tests here, idle before each; and a Prefect for those with a flow."""
+"""One lab for all tests here, idle before each; and a Prefect for those with a flow.
+
+Where the flow runs in the test's own process, `prefect_server` is enough; `prefect` has a worker
+too, which runs deployments in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import pytest
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
+from guest import real_prefect
+from guest.real_prefect import Prefect
 from lab.container import Container
 from lab.lab import Lab
 from lab.possible import pytest_collection_modifyitems, pytest_terminal_summary
@@ -53,3 +59,18 @@ def prefect_server() -> Iterator[None]:
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with prefect_test_harness(server_startup_timeout=120), quiet:
         yield
+
+
+@pytest.fixture(scope="package")
+def started_prefect(booted: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    """One real Prefect for all tests here: the repository's deployments, and the host "lab"."""
+    prefect = real_prefect.started(tmp_path_factory.mktemp("prefect"), booted)
+    yield prefect
+    prefect.close()
+
+
+@pytest.fixture
+def prefect(started_prefect: Prefect) -> Prefect:
+    """The real Prefect, whole: its server and its worker run, no flow does."""
+    started_prefect.repair()
+    return started_prefect

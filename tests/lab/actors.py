@@ -34,6 +34,17 @@ systemctl reset-failed
 systemctl start ssh.service {" ".join(INNOCENTS)} || exit
 command -v fuser >/dev/null
 """
+_HEALTH = """
+exec /usr/bin/python3 -c '
+import http.client
+line = http.client.HTTPConnection("127.0.0.1", 30000, timeout=5)
+try:
+    line.request("GET", "/health")
+    print(line.getresponse().status)
+except OSError:
+    print(0)
+'
+"""
 
 
 class Actors:
@@ -88,6 +99,13 @@ class Actors:
             for process in self.guest.processes()
             if process.in_unit(UNIT) and process.state != "Z"
         }
+
+    def health(self) -> int:
+        """Returns what the server answers to GET /health; 0: it does not answer.
+
+        A state file "server.sick" (see `Lab.smi`) makes it 503 whenever it runs.
+        """
+        return int(self.do(_HEALTH))
 
     def hold(
         self,

@@ -103,6 +103,11 @@ class Container:
         """The guest's root as seen from the host, mounts and all."""
         return Path(f"/proc/{self._init}/root")
 
+    @property
+    def network(self) -> Path:
+        """The guest's network namespace."""
+        return Path(f"/proc/{self._init}/ns/net")
+
     def _named(self) -> list[str]:
         return ["-P", str(LXC), "-n", str(self.vmid)]
 

@@ -3,7 +3,7 @@
 set -eu
 
 packages="lxc debootstrap openssh-server openssh-client iproute2 psmisc procps busybox gcc libc6-dev
-fish tcsh sudo"
+fish tcsh sudo nftables util-linux"
 policy=/usr/sbin/policy-rc.d
 
 fail() {

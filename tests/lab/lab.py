@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 import uuid
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lab import freezer, gpu_state, record
+from lab import freezer, gpu_state, record, wire
 from lab.actors import Actors
 from lab.container import Container, stop_containers
 from lab.devices import make_nodes, remove_nodes
@@ -21,7 +22,17 @@ from lab.rootfs import cached_rootfs
 
 HOSTNAME = "gpu-guest"
 VMID = 129
-TOOLS = ("lxc-start", "debootstrap", "/usr/sbin/sshd", "ip", "gcc", "ssh-keygen", "fuser")
+TOOLS = (
+    "lxc-start",
+    "debootstrap",
+    "/usr/sbin/sshd",
+    "ip",
+    "gcc",
+    "ssh-keygen",
+    "fuser",
+    wire.NFT,
+    "nsenter",
+)
 """What a start needs on the host; install.sh brings them."""
 
 
@@ -153,6 +164,10 @@ class Lab(Actors):
         """Runs a shell script in the guest, independent of SSH and of the code under test."""
         return self.guest.attach(script, timeout)
 
+    def cut(self) -> AbstractContextManager[None]:
+        """Cuts the wire to the guest and the node while in it: packets vanish; see wire.py."""
+        return wire.cut(self.guest, self.node_port)
+
     def smi(self, name: str, content: str | None) -> None:
         """Sets a state file of the nvidia-smi stand-in, or removes it (None).
 
@@ -172,6 +187,7 @@ class Lab(Actors):
         Raises:
             LabError: Something could not be brought back.
         """
+        wire.heal()
         self.set_lock(None)
         self.restore_guest(HOSTNAME)
         gpu_state.clear_state()
@@ -186,6 +202,7 @@ def tear_down() -> None:
     if not RUN.exists():
         return
     freezer.thaw()
+    wire.heal()
     stop_node()
     stop_containers()
     remove_nodes()

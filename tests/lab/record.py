@@ -13,7 +13,8 @@ from lab.paths import LOCK, RECORD
 from lab.processes import start_time
 
 Record = dict[str, list[str]]
-"""What was started, by kind: containers (vmid), devices (path), cgroups (folder)."""
+"""What was started, by kind: containers (vmid), devices (path), cgroups (folder), cuts
+(network namespace)."""
 
 
 def acquire_lock(timeout: float) -> int:

@@ -1,12 +1,14 @@
 """The lab tests itself: what other tests rely on."""
 
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lab import wire
 from lab.devices import PATHS
 from lab.errors import LabError
 from lab.lab import Lab
@@ -72,6 +74,18 @@ def test_server_holds_memory_until_a_worker_is_killed(lab: Lab) -> None:
     lab.do(f"kill -9 {pids['sglang::scheduler_TP1']}")
     wait_until("the charge is gone", lambda: used(lab) == [90000, 0, 90200, 90300])
     assert [call.used_mib[1] for call in lab.smi_calls()][-1] == 0
+
+
+def test_server_tells_its_health(lab: Lab) -> None:
+    assert lab.health() == 0
+    lab.start_server()
+    assert lab.health() == 200
+    lab.smi("server.sick", "")
+    assert lab.health() == 503
+    lab.smi("server.sick", None)
+    assert lab.health() == 200
+    lab.do("systemctl stop sglang-qwen.service")
+    assert lab.health() == 0
 
 
 def test_workers_outlive_a_stopped_unit(lab: Lab) -> None:
@@ -184,6 +198,41 @@ def test_reset_undoes_what_tests_do(lab: Lab) -> None:
     assert not [title for _, title in lab.processes().values() if "sleep" in title]
 
 
+def dial(lab: Lab, where: str, timeout: float = 10) -> socket.socket:
+    """Returns a connection to the SSH server of the "guest" or the "node", its banner read."""
+    address = (ADDRESS, lab.node_port) if where == "node" else (lab.guest_address, 22)
+    connection = socket.create_connection(address, timeout=timeout)
+    assert connection.recv(255).startswith(b"SSH-2.0-")
+    return connection
+
+
+@pytest.mark.parametrize("where", ["guest", "node"])
+def test_a_cut_wire_hangs_and_heals(lab: Lab, where: str) -> None:
+    with dial(lab, where) as old, socket.create_server((ADDRESS, 0)) as other:
+        with lab.cut():
+            old.sendall(b"SSH-2.0-lab\r\n")
+            old.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                old.recv(255)
+            with pytest.raises(TimeoutError):
+                dial(lab, where, timeout=0.5)
+            socket.create_connection(other.getsockname(), timeout=5).close()
+            assert lab.do("echo still there") == "still there\n"
+        old.settimeout(10)
+        assert len(old.recv(255)) > 100, "the key exchange that was on its way"
+    dial(lab, where).close()
+
+
+def test_reset_heals_a_wire_that_a_killed_test_left_cut(lab: Lab) -> None:
+    wire.drop(lab.guest, lab.node_port)
+    with pytest.raises(TimeoutError):
+        dial(lab, "guest", timeout=0.3)
+    lab.reset()
+    dial(lab, "guest").close()
+    dial(lab, "node").close()
+    assert "gpu_reclaim_lab" not in subprocess.check_output([wire.NFT, "list", "tables"], text=True)
+
+
 def test_another_guest_shares_the_gpus(lab: Lab) -> None:
     other = lab.add_guest(130, "other-guest")
     lab.hold("--gpus", "0", "--mib", "4000", guest=other)
@@ -201,7 +250,9 @@ def test_only_one_lab_at_a_time(lab: Lab) -> None:
 
 
 def test_stop_leaves_nothing_behind(booted: Lab) -> None:
+    wire.drop(booted.guest, booted.node_port)
     booted.stop()
+    assert "gpu_reclaim_lab" not in subprocess.check_output([wire.NFT, "list", "tables"], text=True)
     assert not RUN.exists()
     assert user_of_lab() is None
     assert [path for path in PATHS if path.exists()] == []

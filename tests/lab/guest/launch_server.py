@@ -1,19 +1,27 @@
 """A stand-in for an SGLang server: a main process, four GPU workers, one worker without a GPU.
 
 The workers' titles, what they hold and that they outlive the main process follow the real server.
+With --port it answers GET /health there as the real one does: 200 once all workers are ready, 503
+before, and 503 whenever there is a file "server.sick" in the state folder.
 GPU_LAB_DEV and GPU_LAB_STATE as for the nvidia-smi stand-in.
 """
 
+import contextlib
 import importlib
 import os
 import pathlib
 import signal
+import socket
 import sys
+import threading
 
 DEV = os.environ.get("GPU_LAB_DEV", "/dev")
 STATE = pathlib.Path(os.environ.get("GPU_LAB_STATE", "/run/gpu-lab"))
 READY = STATE / "server.ready"
+SICK = STATE / "server.sick"
 CHARGE_MIB = 90000
+ANSWER_S = 5
+"""Who asks for its health gets so long to say so."""
 
 
 def become(title: str, gpu: int | None, ready: int) -> None:
@@ -30,6 +38,26 @@ def become(title: str, gpu: int | None, ready: int) -> None:
         signal.pause()
 
 
+def answer(listener: socket.socket, ready: threading.Event) -> None:
+    """Answers one request after the other; never returns.
+
+    Nothing heavier than a socket: the library's HTTP server takes longer to import than all else.
+    """
+    while True:
+        connection, _ = listener.accept()
+        connection.settimeout(ANSWER_S)
+        with contextlib.suppress(OSError), connection, connection.makefile("rb") as request:
+            asked = request.readline().split()
+            while request.readline().strip():
+                pass
+            status = "404 Not Found"
+            if asked[1:2] == [b"/health"]:
+                well = ready.is_set() and not SICK.exists()
+                status = "200 OK" if well else "503 Service Unavailable"
+            head = f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode())
+
+
 def main() -> None:
     """Starts the workers, says so, and waits until one of them ends."""
     READY.unlink(missing_ok=True)
@@ -44,9 +72,16 @@ def main() -> None:
             os.close(reading)
             become(title, gpu, writing)
     os.close(writing)
+    ready = threading.Event()
+    if "--port" in sys.argv:
+        # After the workers: they must inherit neither the thread nor its socket.
+        port = int(sys.argv[sys.argv.index("--port") + 1])
+        listener = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=answer, args=(listener, ready), daemon=True).start()
     for _ in workers:
         if os.read(reading, 1) != b".":
             sys.exit("a worker ended before it was ready")
+    ready.set()
     READY.write_text(f"{os.getpid()}\n")
     while True:
         pid, status = os.wait()
