@@ -14,9 +14,12 @@ from gpu_reclaim.session import Session
 
 log = logging.getLogger(__name__)
 
-PUT_BACK_TRIES_S = (1, 2, 4, 8, 15, 30, 60)
-"""Pauses between attempts to put back over a broken connection: two minutes, as long as a host
-takes to start anew."""
+PUT_BACK_S = 120
+"""How long putting back is tried again over a broken connection, in seconds: as long as a host takes
+to start anew."""
+
+PAUSES_S = (1, 15)
+"""First and longest pause between two attempts, in seconds; each is twice the one before."""
 
 
 @contextmanager
@@ -61,13 +64,13 @@ def put_back(session: Session, *, tries: bool = True) -> RestoreReport:
         tries: Try again for two minutes while the host cannot be reached.
     """
     log.info("%s: putting back what was stopped", session.host)
-    pauses = iter(PUT_BACK_TRIES_S if tries else PUT_BACK_TRIES_S[:1])
+    began, pause = session.clock(), PAUSES_S[0]
     while True:
         try:
             return hold.restore(session)
         except GpuReclaimError as error:
-            pause = next(pauses, None)
-            if pause is None or not isinstance(error, TransportError):
+            late = session.clock() - began + pause > (PUT_BACK_S if tries else PAUSES_S[1])
+            if late or not isinstance(error, TransportError):
                 log.error("%s: could not be put back now: %s", session.host, error)
                 return RestoreReport(
                     host=session.host,
@@ -79,3 +82,4 @@ def put_back(session: Session, *, tries: bool = True) -> RestoreReport:
             log.warning("%s: %s; again in %d s", session.host, error.message, pause)
             session.links.close()
             session.sleep(pause)
+            pause = min(pause * 2, PAUSES_S[1])
