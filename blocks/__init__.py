@@ -2,6 +2,7 @@
 
 from gpu_reclaim.blocks.hosts import GpuHost
 from gpu_reclaim.blocks.proxmox import ProxmoxApi, ProxmoxGuest
+from gpu_reclaim.blocks.servers import LlmServer
 from gpu_reclaim.blocks.ssh import SshAccess, SshJump
 
-__all__ = ["GpuHost", "ProxmoxApi", "ProxmoxGuest", "SshAccess", "SshJump"]
+__all__ = ["GpuHost", "LlmServer", "ProxmoxApi", "ProxmoxGuest", "SshAccess", "SshJump"]

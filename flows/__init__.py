@@ -1,6 +1,8 @@
 """Prefect flows: the order of things."""
 
+from gpu_reclaim.flows.exclusive import exclusive_gpus
 from gpu_reclaim.flows.reclaim import reclaim_gpus
 from gpu_reclaim.flows.restore import restore_services
+from gpu_reclaim.tasks.restoring import put_back_after
 
-__all__ = ["reclaim_gpus", "restore_services"]
+__all__ = ["exclusive_gpus", "put_back_after", "reclaim_gpus", "restore_services"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from prefect import flow
@@ -33,19 +34,28 @@ from gpu_reclaim.tasks import (
 )
 from gpu_reclaim.tasks.artifacts import show_report
 from gpu_reclaim.tasks.host import DEFAULT_HOST, DEFAULT_POLICY, open_host, with_defaults
+from gpu_reclaim.tasks.restoring import put_back_after
+from gpu_reclaim.tasks.slots import host_slot
 
 CUT_SHORT = causes.CUT_SHORT.finding("the run was cut short; what is listed was done before")
 
 log = logging.getLogger(__name__)
 
 
-@flow(name="reclaim-gpus", flow_run_name="reclaim-{host}", persist_result=False)
+@flow(
+    name="reclaim-gpus",
+    flow_run_name="reclaim-{host}",
+    persist_result=False,
+    on_cancellation=[put_back_after()],
+    on_crashed=[put_back_after()],
+)
 def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLICY) -> ReclaimReport:
     """Free the GPUs of a host: stop its units, end who is left, wait, and prove it.
 
-    With the policy's `hold_minutes`, what was stopped cannot be started for that long; then the
-    host puts it back by itself, and `restore_services` does so at any time. Whatever else ends the
-    run, a bad verdict, an error or a cancel, puts it back at once.
+    One run at a time works on a host: the next one waits for the policy's `wait_minutes`, then
+    fails and says who has it. With the policy's `hold_minutes`, what was stopped cannot be started
+    for that long; then the host puts it back by itself, and `restore_services` does so at any time.
+    Whatever else ends the run, a bad verdict, an error or a cancel, puts it back at once.
 
     Args:
         host: Name of the GpuHost block document; by default that of GPU_RECLAIM_HOST.
@@ -64,7 +74,13 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
     with open_host(host, policy.via) as session:
         record = Record(session, policy)
         try:
-            with put_back_unless_good(record), verdicts(record):
+            # Who has the host is a verdict too, and what was stopped is back before the next run.
+            with (
+                verdicts(record),
+                _alone(session.host, policy),
+                put_back_unless_good(record),
+                verdicts(record),
+            ):
                 report = accept(_reclaim(host, policy, record))
         except GpusNotReclaimed as refused:
             show_report(refused.report)
@@ -80,6 +96,11 @@ def reclaim_gpus(host: str = DEFAULT_HOST, policy: ReclaimPolicy = DEFAULT_POLIC
         return report
 
 
+def _alone(host: str, policy: ReclaimPolicy) -> AbstractContextManager[None]:
+    """A plan touches nothing, and keeps nobody waiting."""
+    return nullcontext() if policy.mode == "plan" else host_slot(host, policy.wait_minutes)
+
+
 def _cut_short(record: Record) -> Finding:
     if record.back is None or not record.back.complete:
         return CUT_SHORT
@@ -92,11 +113,12 @@ def _reclaim(host: str, policy: ReclaimPolicy, record: Record) -> ReclaimReport:
     refuse_hopeless(record)
     if policy.mode == "plan":
         return plan(record)
-    if policy.hold_minutes:
-        record.took(take_hold(host, policy, before))
-    if record.leftovers:
+    if record.inside:
+        record.acting = True
+    elif record.took(take_hold(host, policy, before)):
         before = survey(host, policy)
         record.surveyed(before)
+        refuse_hopeless(record)
     record.did(stop_systemd(host, policy, before.units))
     record.did(proxmox_exec_kill(host, policy))
     record.did(fuser_release(host, policy))

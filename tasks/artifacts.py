@@ -184,6 +184,7 @@ def page(report: ReclaimReport) -> str:
     parts += ["## Processes", grid(rows) if rows else "(none seen)" if gpus else "(not read)"]
     steps = [
         {
+            "at": step.at,
             "step": step.name,
             "by": f"`{step.via}`" if step.via else "",
             "attempts": str(step.attempts),
@@ -222,6 +223,16 @@ def show_restore(report: RestoreReport) -> None:
     parts += [f"The hold was that of {_cell(report.owner)}."] if report.owner else []
     parts += [restored(report.restored)] if report.restored else []
     markdown(slug("gpu-restore", report.host), "\n\n".join(parts), f"{report.host}: {title}")
+
+
+def show_exclusive(host: str, moments: Sequence[tuple[str, str]], report: RestoreReport) -> None:
+    """A block of `exclusive_gpus` from beginning to end, on one page."""
+    title = "held and put back" if report.complete else "not all was put back"
+    parts = [f"# {host}: {title}", _cell(report.summary)]
+    parts += [f"**What to do now:** {_cell(report.remedy)}"] if report.remedy else []
+    parts += ["## Timeline", grid([{"at": at, "what": what} for at, what in moments])]
+    parts += ["## Put back", restored(report.restored)] if report.restored else []
+    markdown(slug("gpu-exclusive", host), "\n\n".join(parts), f"{host}: {title}")
 
 
 def _unit(unit: str, triggers: Sequence[str]) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 
-from prefect.runtime import flow_run
-
 from gpu_reclaim import hold
 from gpu_reclaim.errors import BadInput
-from gpu_reclaim.models import ReclaimPolicy, RestoredUnit, RestoreReport, Survey
+from gpu_reclaim.models import ReclaimPolicy, RestoreReport, Survey, Taken
 from gpu_reclaim.tasks.host import open_host, ops_task, with_defaults
+from gpu_reclaim.tasks.runs import this_run
 
 log = logging.getLogger(__name__)
 
 
 @ops_task("take_hold")
-def take_hold(host: str, policy: ReclaimPolicy, before: Survey) -> list[RestoredUnit]:
+def take_hold(host: str, policy: ReclaimPolicy, before: Survey) -> Taken:
     """Take a host: nobody else reclaims it, and what is stopped from now on cannot be started.
 
-    What an earlier run left stopped is put back first; survey again if anything was. The hold
-    belongs to the session that took it, so this is of use inside `open_host` or `reclaim_gpus`.
+    Without the policy's `hold_minutes` it only keeps other runs off. What an earlier run left
+    stopped is put back first. The hold belongs to the session that took it, so this is of use
+    inside `open_host` or `reclaim_gpus`.
 
     Args:
         host: Name of the GpuHost block.
@@ -27,20 +27,13 @@ def take_hold(host: str, policy: ReclaimPolicy, before: Survey) -> list[Restored
         before: The host as `survey` found it.
 
     Raises:
-        HeldByOther: Another run holds the host; nothing was touched.
+        HeldByOther: Another run holds the host, `wait_minutes` long; nothing was touched.
         HoldBroken: The hold cannot be set; nothing was stopped.
         TransportError: It could not be reached.
     """
     policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
-        return hold.take(session, policy, before, *_owner())
-
-
-def _owner() -> tuple[str, str]:
-    """This run and its page, for people who find the host held."""
-    if not flow_run.id:
-        return "", ""
-    return f"Prefect run {flow_run.name} ({hold.default_owner()})", flow_run.ui_url or ""
+        return hold.take(session, policy, before, this_run())
 
 
 @ops_task("prove_hold")

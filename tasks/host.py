@@ -16,20 +16,23 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Task, get_client, task
+from prefect.blocks.core import Block
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError, PrefectHTTPStatusError
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 
-from gpu_reclaim.blocks import GpuHost
+from gpu_reclaim.blocks import GpuHost, LlmServer
 from gpu_reclaim.errors import AccessRefused, HostKeyRefused, TransportError, UnknownHost
 from gpu_reclaim.models import ReclaimPolicy, Step, Via
+from gpu_reclaim.serving import Server
 from gpu_reclaim.session import Session
 from gpu_reclaim.settings import load as load_settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
+B = TypeVar("B", bound=Block)
 
 DEFAULT_HOST = load_settings().host
 DEFAULT_POLICY = load_settings().policy
@@ -90,29 +93,44 @@ def load_host(name: str) -> GpuHost:
         raise UnknownHost(
             "no host was named", remedy="give the name of a GpuHost block, or set GPU_RECLAIM_HOST"
         )
+    return _load(GpuHost, wanted, 'GpuHost(ssh=SshAccess.load("..."), units=["..."]).save("NAME")')
+
+
+def load_server(name: str) -> Server:
+    """Load an LlmServer block by name.
+
+    Raises:
+        UnknownHost: There is no such block document.
+    """
+    example = 'LlmServer(host=GpuHost.load("..."), unit="...", python="...").save("NAME")'
+    return _load(LlmServer, name, example).server()
+
+
+def _load(kind: type[B], name: str, example: str) -> B:
     try:
         # Called from an async pipeline, `load` would return a coroutine.
-        found = cast("Any", GpuHost.load)(wanted, _sync=True)
+        found = cast("Any", kind.load)(name, _sync=True)
     except ValueError as error:
         raise UnknownHost(
-            f"{wanted!r}: the GpuHost block cannot be loaded: {_short(error)}",
-            remedy=f"{_known()}, or save one: "
-            'GpuHost(ssh=SshAccess.load("..."), units=["..."]).save("NAME")',
+            f"{name!r}: the {kind.__name__} block cannot be loaded: {_short(error)}",
+            remedy=f"{_known(kind)}, or save one: {example}",
         ) from None
-    if not isinstance(found, GpuHost):
-        raise UnknownHost(f"{wanted!r} is no GpuHost block", remedy="give the name of a GpuHost")
+    if not isinstance(found, kind):
+        what = kind.__name__
+        raise UnknownHost(f"{name!r} is no {what} block", remedy=f"give the name of a {what}")
     return found
 
 
-def _known() -> str:
-    """The GpuHost blocks there are, for a name that is none of them."""
+def _known(kind: type[Block]) -> str:
+    """The blocks of a kind there are, for a name that is none of them."""
+    what = kind.__name__
     try:
         with get_client(sync_client=True) as client:
-            found = client.read_block_documents_by_type(GpuHost.get_block_type_slug())
+            found = client.read_block_documents_by_type(kind.get_block_type_slug())
     except PrefectHTTPStatusError:
-        return "no GpuHost block was ever registered"
+        return f"no {what} block was ever registered"
     names = [document.name for document in found if document.name]
-    return f"name one of {', '.join(names)}" if names else "there is no GpuHost block yet"
+    return f"name one of {', '.join(names)}" if names else f"there is no {what} block yet"
 
 
 def _short(error: Exception) -> str:
@@ -132,6 +150,10 @@ def open_host(host: str, via: Via = "auto") -> Iterator[Session]:
         yield held.session
         return
     session = load_host(host).session(host, via=via)
+    if held and held.host == host:
+        # Another thread or way of the same run: what that has taken, it has taken too.
+        session.token, session.locked = held.session.token, held.session.locked
+        session.held = held.session.held
     token = _open.set(_Open(session, host, via, threading.get_ident()))
     try:
         yield session

@@ -19,6 +19,7 @@
     ├── HoldRefused                the hold on the host cannot be had
     │   ├── HeldByOther            another run holds it; nothing was touched
     │   ├── HoldLost               ours ran out, or was ended by somebody else
+    │   ├── Intruded               somebody else used the GPUs meanwhile
     │   └── HoldBroken             it cannot be set, or a held unit could be started
     ├── BadAnswer                  a tool answers what we do not understand: unknown, not zero
     ├── CommandFailed              a tool said no
@@ -150,6 +151,10 @@ class HeldByOther(HoldRefused):
 
 class HoldLost(HoldRefused):
     """Our hold ran out, or somebody ended it."""
+
+
+class Intruded(HoldRefused):
+    """Somebody else used the GPUs while they were held."""
 
 
 class HoldBroken(HoldRefused):

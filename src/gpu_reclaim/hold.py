@@ -8,17 +8,18 @@ import math
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gpu_reclaim import causes, holding
 from gpu_reclaim.commands import Result, Script
 from gpu_reclaim.errors import BadAnswer, HeldByOther, HoldBroken, HoldLost
 from gpu_reclaim.holding import Answer, Claim
-from gpu_reclaim.models import ReclaimPolicy, RestoredUnit, RestoreReport, Survey
+from gpu_reclaim.models import Lease, ReclaimPolicy, RestoredUnit, RestoreReport, Survey, Taken
 from gpu_reclaim.owners import in_unit
 from gpu_reclaim.protected import PROTECTED_UNITS, protected_name
 from gpu_reclaim.restoring import parse_units
 from gpu_reclaim.session import Session
-from gpu_reclaim.steps import units_to_stop
+from gpu_reclaim.steps import survey, units_to_stop
 from gpu_reclaim.systemd import dependents
 from gpu_reclaim.victims import choose
 
@@ -30,51 +31,115 @@ SCRIPT_S = 120
 UNITS_S = 900
 """Limit of one that starts units, each for a limited time."""
 
+POLL_S = 2
+"""How often a host that another run holds is looked at, in seconds."""
+
 BUSY = "another script has been working at it for a while"
 
 
-def take(
-    session: Session, policy: ReclaimPolicy, before: Survey, owner: str = "", run_url: str = ""
-) -> list[RestoredUnit]:
-    """Take the host: lease, record of what runs, hold, and a timer that puts it all back.
+@dataclass(frozen=True)
+class Holder:
+    """Who takes a host, for people who find it taken.
 
-    What an earlier run left is put back first. Doing it again after a lost answer is safe.
+    Attributes:
+        name: For example `root@pve, pid 4711`; empty: this process.
+        url: Where to see the run.
+        runs: Ids of the Prefect run and of those that it is part of.
+    """
+
+    name: str = ""
+    url: str = ""
+    runs: Sequence[str] = ()
+
+
+def take(
+    session: Session, policy: ReclaimPolicy, before: Survey, holder: Holder | None = None
+) -> Taken:
+    """Take the host as soon as no other run has it, or not at all.
+
+    The lease keeps other runs off. A policy with `hold_minutes` also writes down what runs, keeps
+    it from being started, and sets the timer that puts it back. What an earlier run left is put
+    back first. Doing it again after a lost answer is safe.
 
     Args:
         session: The host.
-        policy: Which units will be stopped; waits that come on top of the lease.
+        policy: Which units will be stopped; how long to wait for another run.
         before: The survey. What runs is read anew in the script that writes it down.
-        owner: For people: who takes it.
-        run_url: For people: where to see the run.
-
-    Returns:
-        What an earlier run had left stopped, and what became of it; survey again if there is any.
+        holder: Who takes it.
 
     Raises:
-        HeldByOther: Somebody else holds the host; nothing was touched.
+        HeldByOther: Somebody else holds the host, `wait_minutes` long; nothing was touched.
         HoldBroken: The hold cannot be set; nothing was stopped.
-        TransportError: As `Transport.run`.
+        TransportError: As `Transport.run`, and what `survey` raises after a wait.
     """
-    own = [state.name for state in units_to_stop(session, policy, before)]
-    along = dependents([*before.units, *before.dependents], own)
+    end = session.clock() + policy.wait_minutes * 60
+    taken = Taken()
+    while True:
+        try:
+            taken.leftovers = _take(session, policy, before, holder or Holder())
+        except HeldByOther as error:
+            _wait(session, end, error)
+            taken.waited = True
+            before = survey(session, policy)
+        else:
+            return taken
+
+
+def _wait(session: Session, end: float, error: HeldByOther) -> None:
+    """Until nobody holds the host.
+
+    Raises:
+        HeldByOther: Somebody still does, at the end of the time.
+    """
+    log.info("%s; waiting for it", error.message.partition(";")[0])
+    while True:
+        left = end - session.clock()
+        if left <= 0:
+            raise error
+        session.sleep(min(POLL_S, left))
+        if read(session).status != "taken":
+            return
+
+
+def _take(
+    session: Session, policy: ReclaimPolicy, before: Survey, holder: Holder
+) -> list[RestoredUnit]:
+    states = [*before.units, *before.dependents]
+    own = [x.name for x in units_to_stop(session, policy, before)] if policy.hold_minutes else []
+    along = dependents(states, own)
     # Targets only group units: nothing stops with them.
     names = [*own, *(unit for unit in along if not unit.endswith(".target"))]
-    states = [x for x in [*before.units, *before.dependents] if x.name in names]
-    session.lease_s += policy.settle_timeout_s + policy.term_grace_s if session.held is None else 0
-    session.held = own
+    order = holding.restore_order([x for x in states if x.name in names], own)
+    session.lease_s += 0 if session.locked else policy.settle_timeout_s + policy.term_grace_s
+    session.locked = True
+    session.held = own if policy.hold_minutes else None
     session.signed_s = session.clock()
-    claim = _claim(session, owner or default_owner(), run_url)
-    rest = _rest(session, policy, before, own)
-    body = holding.take(claim, own, holding.restore_order(states, own), rest)
-    result, answer = _ask(session, "take the host", body, UNITS_S)
+    claim = replace(
+        _claim(session), owner=holder.name or default_owner(), url=holder.url, runs=holder.runs
+    )
+    body = holding.take(claim, own, order, _rest(session, policy, before, own))
+    what = "take the host" if policy.hold_minutes else "lock the host"
+    result, answer = _ask(session, what, body, UNITS_S)
     if answer.status == "held":
-        session.held = None
+        session.locked, session.held = False, None
         raise _held_by_other(session, answer)
     _need(session, answer, result)
-    log.info("%s: held; %s cannot be started", session.host, ", ".join(own) or "no unit")
+    if policy.hold_minutes:
+        log.info("%s: held; %s cannot be started", session.host, ", ".join(own) or "no unit")
     if answer.left_by:
         log.warning("%s: %s had left units stopped; put back first", session.host, answer.left_by)
     return list(answer.found) if answer.left_by else []
+
+
+def release(session: Session) -> None:
+    """Give up the lease of a run without a hold; starts nothing. Where nothing is locked, no more.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    if session.locked:
+        _ask(session, "unlock the host", holding.release(_claim(session)), SCRIPT_S)
+        session.locked = False
 
 
 def _rest(
@@ -97,14 +162,25 @@ def default_owner() -> str:
 
 
 def keep(session: Session) -> None:
-    """Prolong the lease when half of it has passed; nothing to do where nothing is held.
+    """Prolong the lease when half of it has passed; nothing to do where nothing is locked.
 
     Raises:
         HoldLost: It is no longer ours.
         TransportError: As `Transport.run`.
     """
-    if session.held is not None and session.clock() - session.signed_s > session.lease_s / 2:
-        _sign(session, "keep the hold", holding.renew(_claim(session)), SCRIPT_S)
+    if session.locked and session.clock() - session.signed_s > session.lease_s / 2:
+        renew(session, session.lease_s)
+
+
+def renew(session: Session, hold_s: float) -> None:
+    """Prolong the lease by so many seconds from now.
+
+    Raises:
+        HoldLost: It is no longer ours.
+        TransportError: As `Transport.run`.
+    """
+    body = holding.renew(_claim(session, ttl_s=hold_s))
+    _sign(session, "keep the hold", body, SCRIPT_S)
 
 
 def prove(session: Session, hold_s: float) -> str:
@@ -124,25 +200,27 @@ def prove(session: Session, hold_s: float) -> str:
     return answer.lease.expires if answer.lease else ""
 
 
-def restore(session: Session, *, everybody: bool = False) -> RestoreReport:
+def restore(session: Session, *, everybody: bool = False, run: str = "") -> RestoreReport:
     """Put back what is on the host's record, and leave no trace. Doing it twice is safe.
 
     Args:
         session: The host.
         everybody: Whoever holds the host; else only what this session took.
+        run: Id of a Prefect run: only what that run took.
 
     Raises:
         BadAnswer: The answer makes no sense, or the host is busy with it.
         TransportError: As `Transport.run`.
     """
-    body = holding.restore("any" if everybody else session.token)
+    token = f"run:{run}" if run else session.token
+    body = holding.restore("any" if everybody else token)
     script = Script("put back what was stopped", {"hold": body}, timeout_s=UNITS_S, writes=True)
     result = session.links.run(script)
     section = result.section("hold")
     status = section.value("status")
     if status not in ("done", "failed", "nothing", "other"):
         raise _unclear(session, status, result)
-    session.held = None
+    session.locked, session.held = False, None
     who = " ".join(x for x in (section.value("owner"), section.value("url")) if x)
     report = _report(session.host, status, parse_units(section), who)
     log.info("%s: %s", session.host, report.summary)
@@ -184,8 +262,8 @@ def _report(host: str, status: str, rows: Sequence[RestoredUnit], owner: str) ->
     )
 
 
-def _claim(session: Session, owner: str = "", url: str = "", *, ttl_s: float = 0) -> Claim:
-    return Claim(session.token, owner, url, math.ceil(ttl_s or session.lease_s))
+def _claim(session: Session, *, ttl_s: float = 0) -> Claim:
+    return Claim(session.token, ttl_s=math.ceil(ttl_s or session.lease_s))
 
 
 def _ask(session: Session, name: str, body: str, limit_s: float) -> tuple[Result, Answer]:
@@ -222,12 +300,10 @@ def _need(session: Session, answer: Answer, result: Result) -> None:
 
 
 def _held_by_other(session: Session, answer: Answer) -> HeldByOther:
-    lease = answer.lease
-    who = f"{lease.owner} {lease.url}".strip() if lease else "somebody"
-    since, until = (lease.since, lease.expires) if lease else ("?", "?")
+    lease = answer.lease or Lease()
     return HeldByOther(
-        f"{session.host}: held by {who} since {since} until {until}; nothing was touched",
-        remedy=causes.HELD.advice(until=until),
+        f"{session.host}: held by {lease}; nothing was touched",
+        remedy=causes.HELD.advice(until=lease.expires or "it is over"),
     )
 
 

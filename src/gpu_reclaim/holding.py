@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu_reclaim.commands import Section, printable
-from gpu_reclaim.lease import HOST, Places
+from gpu_reclaim.lease import HOST, PRELUDE, Places
 from gpu_reclaim.models import Lease, RestoredUnit, UnitState
 from gpu_reclaim.restoring import (
     EVERY_S,
@@ -20,7 +20,7 @@ from gpu_reclaim.restoring import (
     parse_units,
     script_file,
 )
-from gpu_reclaim.taking import OURS, PROVE, READ, RENEW, TAKE
+from gpu_reclaim.taking import OURS, PROVE, READ, RELEASE, RENEW, TAKE, WHO
 
 TRY_S = 10
 """Longest wait for a start that must be refused, in seconds: refusing takes none."""
@@ -35,16 +35,24 @@ class Claim:
         owner: For people.
         url: Of the run, for people.
         ttl_s: Seconds until the host puts everything back by itself.
+        runs: Ids of the Prefect run and of those that it is part of.
     """
 
     token: str
     owner: str = ""
     url: str = ""
     ttl_s: int = 0
+    runs: Sequence[str] = ()
 
     def shell(self) -> str:
         """Shell variables."""
-        values = {"TOKEN": self.token, "OWNER": self.owner, "URL": self.url, "TTL": str(self.ttl_s)}
+        values = {
+            "TOKEN": self.token,
+            "OWNER": self.owner,
+            "URL": self.url,
+            "TTL": str(self.ttl_s),
+            "RUNS": " ".join(self.runs),
+        }
         # One line each: a lease and a record are files of lines.
         return "\n".join(f"{name}={shlex.quote(printable(x))}" for name, x in values.items())
 
@@ -112,8 +120,18 @@ def renew(claim: Claim, *, places: Places = HOST) -> str:
     return "\n".join([functions(places), claim.shell(), OURS, RENEW])
 
 
+def release(claim: Claim, *, places: Places = HOST) -> str:
+    """Shell text that gives up a lock which held no unit; starts nothing."""
+    return "\n".join([functions(places), claim.shell(), OURS, RELEASE])
+
+
 def restore(token: str, *, places: Places = HOST) -> str:
-    """Shell text that puts everything back; `any` in the place of a token: whoever holds it."""
+    """Shell text that puts everything back.
+
+    Args:
+        token: Of whose hold; `any`: whoever holds the host; `run:ID`: that Prefect run's.
+        places: Where things are.
+    """
     return f"{functions(places)}\nrestore {shlex.quote(token)}"
 
 
@@ -122,13 +140,23 @@ def read(*, places: Places = HOST) -> str:
     return functions(places) + READ
 
 
+def who(*, places: Places = HOST) -> str:
+    """Shell text that prints who holds the host at present; touches nothing."""
+    return filled(PRELUDE, places) + WHO
+
+
+def parse_lease(section: Section) -> Lease | None:
+    """Who holds the host; None where nobody is named."""
+    words = dict(line.split(" ", 1) for line in section.lines("lease") if " " in line)
+    known = {key: value for key, value in words.items() if key in Lease.model_fields}
+    return Lease.model_validate(known) if known else None
+
+
 def parse(section: Section) -> Answer:
     """The answer of take, prove, renew and read."""
-    words = dict(line.split(" ", 1) for line in section.lines("lease") if " " in line)
-    lease = Lease.model_validate({k: v for k, v in words.items() if k in Lease.model_fields})
     return Answer(
         status=section.value("status"),
-        lease=lease if words else None,
+        lease=parse_lease(section),
         found=parse_units(section),
         left_by=section.value("owner"),
         units=section.lines("refused"),

@@ -109,7 +109,22 @@ class ReclaimPolicy(BaseModel):
         le=10_080,
         title="Hold (minutes)",
         description="How long the stopped units and their triggers cannot be started afterwards, "
-        "in minutes; then the host puts them back by itself. 0: no hold, they stay stopped.",
+        "in minutes; then the host puts them back by itself. 0: no hold, they stay stopped. "
+        "exclusive_gpus renews it as long as its block runs, and takes 0 for 5.",
+    )
+    wait_minutes: float = Field(
+        default=0,
+        ge=0,
+        le=10_080,
+        title="Wait for the host (minutes)",
+        description="Longest wait while another run holds the host, in minutes. 0: fail at once, "
+        "and say who holds it.",
+    )
+    on_intruder: Literal["go on", "fail"] = Field(
+        default="go on",
+        title="On an intruder",
+        description="What exclusive_gpus does when somebody else uses the GPUs during its block: "
+        "go on (it is named in log, event and report) or fail.",
     )
 
     @property
@@ -289,12 +304,38 @@ class Owner(BaseModel):
 
 
 class Step(BaseModel):
-    """One step of a reclaim; `via` is the transport's name, empty where it was not needed."""
+    """One step of a reclaim.
+
+    Attributes:
+        via: The transport's name; empty where none was needed.
+        at: When it began, as `13:05:59`, by the clock and in the time zone of whoever ran it.
+    """
 
     name: str
     via: str = ""
+    at: str = ""
     attempts: int = 1
     seconds: float = 0
+
+
+class Lease(BaseModel):
+    """Who holds a host, as the host itself says; times by the host's clock.
+
+    Attributes:
+        runs: Ids of the Prefect run that took it and of the runs that it is part of.
+    """
+
+    token: str = ""
+    owner: str = ""
+    url: str = ""
+    runs: str = ""
+    since: str = ""
+    expires: str = ""
+
+    def __str__(self) -> str:
+        """For example `root@pve, pid 4711 since ... until ...`."""
+        who = f"{self.owner} {self.url}".strip() or "somebody"
+        return f"{who} since {self.since or '?'} until {self.expires or '?'}"
 
 
 class Survey(BaseModel):
@@ -311,6 +352,7 @@ class Survey(BaseModel):
         undead: Dead and uninterruptible processes; filled only when memory is in use and nobody
             is seen to hold it.
         inside: Holders in this very guest that only the node sees.
+        lease: Who holds the host at present; read in the first look alone.
         driver: Driver version; asked only when memory is in use and nobody is seen to hold it.
         mig: A GPU is in MIG mode; asked only then.
     """
@@ -329,6 +371,7 @@ class Survey(BaseModel):
     starters: dict[int, str] = {}
     undead: list[Process] = []
     inside: list[str] = []
+    lease: Lease | None = None
     driver: str = ""
     mig: bool = False
 
@@ -422,16 +465,6 @@ RestoreOutcome = Literal["started", "running", "edited", "gone", "failed"]
 was edited meanwhile, or is unknown now (it was transient); or it did not start."""
 
 
-class Lease(BaseModel):
-    """Who holds a host, as the host itself says; times by the host's clock."""
-
-    token: str = ""
-    owner: str = ""
-    url: str = ""
-    since: str = ""
-    expires: str = ""
-
-
 class RestoredUnit(BaseModel):
     """A unit, socket, timer or path that a run had stopped, and what became of it."""
 
@@ -465,6 +498,41 @@ class RestoreReport(BaseModel):
         lines = [f"{self.host}: {self.summary}"]
         lines += [f"what to do: {self.remedy}"] if self.remedy else []
         return "\n".join([*lines, *(f"  {row}" for row in self.restored)])
+
+
+class Intruder(BaseModel):
+    """Who uses GPUs, or is a held unit that runs, while they are held for a stage.
+
+    Attributes:
+        at: When it was first seen, as `13:05:59`, by the worker's clock.
+        pid: 0 for a unit.
+    """
+
+    at: str
+    pid: int = 0
+    start_time: int = 0
+    name: str
+    owner: str = ""
+    devices: list[str] = []
+
+    def __str__(self) -> str:
+        """For example `python3 (pid 412, session session-3, /dev/nvidia0 (fd))`."""
+        if not self.pid:
+            return f"{self.owner}, which runs although it is held"
+        known = [f"pid {self.pid}", *([self.owner] if self.owner != "none" else [])]
+        return f"{self.name} ({', '.join([*known, *self.devices[:3]])})"
+
+
+class Taken(BaseModel):
+    """A host that was taken.
+
+    Attributes:
+        leftovers: What an earlier run had left stopped, and what became of it.
+        waited: Another run had it first.
+    """
+
+    leftovers: list[RestoredUnit] = []
+    waited: bool = False
 
 
 class ReclaimReport(BaseModel):

@@ -56,12 +56,14 @@ def refuse_hopeless(record: Record) -> None:
     Raises:
         GpusNotReclaimed: With the verdict that the end would have had.
     """
-    before = _surveyed(record)
+    before, plans = _surveyed(record), record.policy.mode == "plan"
+    if before.lease and not record.session.locked and not plans:
+        # Another run is at work; how the host looks once that is over, nobody knows yet.
+        return
     finding = verdict.hopeless(_evidence(record, before, _stays(record, before)))
     if finding is not None:
         summary = f"{finding.summary}; nothing was touched"
         raise GpusNotReclaimed(record.report(replace(finding, summary=summary)))
-    record.acting = record.policy.mode == "reclaim" and not record.policy.hold_minutes
 
 
 def _surveyed(record: Record) -> Survey:
@@ -95,6 +97,8 @@ def plan(record: Record) -> ReclaimReport:
     summary = _plan_summary(victims, names, record.policy.hold_minutes)
     if not victims and not names and record.policy.in_use(before.reading.gpus):
         summary += "; memory is in use and nobody is seen to hold it, so it would not become free"
+    if before.lease:
+        summary += f"; it would have to wait, for the host is held by {before.lease}"
     report = record.report(causes.PLANNED.finding(summary))
     along = dependents([*before.units, *before.dependents], names)
     report.stopped = [
@@ -239,10 +243,9 @@ def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
             refuse_hopeless(record)
             if policy.mode == "plan":
                 return accept(plan(record))
-            if policy.hold_minutes:
-                record.took(hold.take(session, policy, _surveyed(record)))
-            if record.leftovers:
+            if record.took(hold.take(session, policy, _surveyed(record))):
                 record.surveyed(steps.survey(session, policy))
+                refuse_hopeless(record)
             units = record.before.units if record.before else []
             record.did(stopping.stop_systemd(session, policy, units))
             record.did(releasing.proxmox_exec_kill(session, policy))

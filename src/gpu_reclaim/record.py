@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 
 from gpu_reclaim.again import stopped_along
 from gpu_reclaim.causes import Finding
@@ -21,6 +22,7 @@ from gpu_reclaim.models import (
     Step,
     StoppedUnit,
     Survey,
+    Taken,
     UnitState,
 )
 from gpu_reclaim.owners import in_unit, owner
@@ -46,18 +48,24 @@ class Record:
     back: RestoreReport | None = None
 
     def __post_init__(self) -> None:
-        """Start the clock."""
+        """Start the clock, and see whether a run around this one has the host."""
+        self.inside = self.session.locked
         self._started = self.session.clock()
 
     def surveyed(self, survey: Survey) -> None:
         """Keep the first look."""
         self.before = survey
-        self.steps.append(survey.step)
+        self._noted(survey.step)
 
-    def took(self, leftovers: Sequence[RestoredUnit]) -> None:
-        """Keep what an earlier run had left; from now on the host is ours, and is acted on."""
-        self.leftovers = list(leftovers)
+    def took(self, taken: Taken) -> bool:
+        """Keep what an earlier run had left; from now on the host is ours, and is acted on.
+
+        Returns:
+            The host has changed since the survey.
+        """
+        self.leftovers = taken.leftovers
         self.acting = True
+        return taken.waited or bool(taken.leftovers)
 
     def did(self, outcome: Outcome | Settled) -> None:
         """Keep what a step did."""
@@ -65,12 +73,17 @@ class Record:
             self.outcomes.append(outcome)
         else:
             self.settled = outcome
-        self.steps.append(outcome.step)
+        self._noted(outcome.step)
 
     def verified(self, survey: Survey) -> None:
         """Keep the last look."""
         self.after = survey
-        self.steps.append(survey.step)
+        self._noted(survey.step)
+
+    def _noted(self, step: Step) -> None:
+        began = datetime.now() - timedelta(seconds=step.seconds)
+        step.at = f"{began:%H:%M:%S}"
+        self.steps.append(step)
 
     @property
     def stopped(self) -> list[StoppedUnit]:

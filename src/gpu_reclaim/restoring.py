@@ -31,6 +31,13 @@ START_LIMIT_S = 120
 
 TIMER = "gpu-reclaim-deadman"
 
+STAGE = "gpureclaim.slice"
+"""Control group of what may use the GPUs while they are held; ended before anything is put back. (A
+dash in a slice's name would make it a part of another slice.)"""
+
+STAGE_GRACE_S = 4
+"""How long a stage's processes have after TERM, in seconds."""
+
 EVERY_S = 5
 """How often the dead-man timer looks at the lease, in seconds."""
 
@@ -127,8 +134,18 @@ look_again() {
   done
 }
 
+# What a stage started is ended before a service that needs the GPUs is started again.
+end_stage() {
+  case "$(state @STAGE@ ActiveState)" in active | deactivating) ;; *) return 0;; esac
+  timeout -k 1 @GRACE@ systemctl --no-ask-password stop -- @STAGE@ || {
+    systemctl kill -s KILL -- @STAGE@
+    timeout -k 1 @GRACE@ systemctl --no-ask-password stop -- @STAGE@
+  }
+}
+
 # All that is on the record, each with a line on what became of it; status 1 when one failed.
 restore_record() {
+  end_stage
   let_go
   failing= begun=
   [ -e "$LIB/record" ] || return 0
@@ -166,7 +183,8 @@ try_later() {
   }
 }
 
-# `expired`: only if nobody holds the host; `any`: whoever does; else the token of who does.
+# `expired`: only if nobody holds the host; `any`: whoever does; `run:ID`: if that run does; else
+# the token of who does.
 restore() {
   if [ "$1" = expired ]; then
     NOTE='<4>gpu-reclaim: '
@@ -184,6 +202,11 @@ restore() {
   token=$(value "$file" token)
   case "$1" in
     expired | any | "${token:-$1}") ;;
+    run:*)
+      case " $(value "$file" runs) " in
+        *" ${1#run:} "*) ;;
+        *) tell status other; exit 0;;
+      esac;;
     *) tell status other; exit 0;;
   esac
   [ ! -e "$file" ] || { tell "owner $(value "$file" owner)"; tell "url $(value "$file" url)"; }
@@ -195,7 +218,14 @@ restore() {
 
 def filled(text: str, places: Places = HOST) -> str:
     """Shell text with the places and limits in it."""
-    values = {"RUN": places.run, "LIB": places.lib, "LIMIT": str(START_LIMIT_S), "TIMER": TIMER}
+    values = {
+        "RUN": places.run,
+        "LIB": places.lib,
+        "LIMIT": str(START_LIMIT_S),
+        "TIMER": TIMER,
+        "STAGE": STAGE,
+        "GRACE": str(STAGE_GRACE_S),
+    }
     for name, value in values.items():
         text = text.replace(f"@{name}@", value)
     return text

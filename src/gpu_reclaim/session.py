@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gpu_reclaim import fuser, nvidia_smi, processes, systemd
+from gpu_reclaim import fuser, holding, nvidia_smi, processes, systemd
 from gpu_reclaim.commands import Result, Script, Section
 from gpu_reclaim.containers import pct_status, refusal
 from gpu_reclaim.errors import BadAnswer, UnknownUnit
@@ -53,6 +53,7 @@ class Session:
         token: Names this session's claim on the host.
         lease_s: While it works, the host puts everything back after so many seconds without a
             sign of life; the policy's own limits come on top.
+        locked: This session has the host's lease: other runs keep off.
         held: Units under a hold of this session; None: it holds nothing.
         signed_s: When the lease was last prolonged, by `clock`.
         fit: Asks Proxmox whether a VM may be touched, where its API is known; raises if not.
@@ -79,6 +80,7 @@ class Session:
     known_units: set[str] = field(default_factory=set)
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     lease_s: float = 900
+    locked: bool = False
     held: list[str] | None = None
     signed_s: float = 0
     fit: Callable[[], object] | None = None
@@ -102,6 +104,7 @@ def look(
     everybody: bool = False,
     with_fuser: bool = False,
     wide: bool = False,
+    lease: bool = False,
 ) -> Survey:
     """Read, in one round trip, who the host is, its GPUs, units and processes.
 
@@ -115,6 +118,7 @@ def look(
         everybody: Describe every process, for the policy's `match`.
         with_fuser: Ask fuser too, where it is installed.
         wide: Follow descriptors of files outside /dev too.
+        lease: Read who holds the host.
 
     Raises:
         UnknownUnit: systemd does not know one of the session's units.
@@ -134,6 +138,7 @@ def look(
     parts |= {"gpus": nvidia_smi.query_gpus(smi_s)} if gpus else {}
     parts |= {"apps": nvidia_smi.query_apps(smi_s)} if apps else {}
     parts |= {"units": systemd.show_tree(session.units)} if units and session.units else {}
+    parts |= {"lease": holding.who()} if lease else {}
     parts |= (
         {"fuser": fuser.look(session.devices.nodes, min(fuser.TIME_LIMIT_S, most))}
         if with_fuser
@@ -150,6 +155,7 @@ def look(
         reading=_reading(result, gpus=gpus, apps=apps),
         units=unit_states(session, result, session.units) if "units" in parts else [],
         table=_table(session, result, with_fuser=with_fuser),
+        lease=holding.parse_lease(result.section("lease")) if lease else None,
     )
     survey.step.seconds = session.clock() - started
     real = list(dict.fromkeys(state.name for state in survey.units))
@@ -165,6 +171,7 @@ def look(
             everybody=everybody,
             with_fuser=with_fuser,
             wide=wide,
+            lease=lease,
         )
     if "units" in parts:
         survey.dependents = dependent_units(result.section("units"), session.units)

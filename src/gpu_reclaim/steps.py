@@ -72,11 +72,11 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
     name_units(session, policy)
     if (session.links.node is not None or session.fit is not None) and policy.via != "ssh":
         _check_node(session)
-    found = look(session, "survey", apps=True, everybody=bool(policy.match), wide=True)
+    found = _first_look(session, policy)
     if found.reading.problem and not timed_out(found.reading):
         # Everything rests on this reading, so a passing trouble gets a second one.
         session.sleep(SECOND_LOOK_S)
-        found = look(session, "survey", apps=True, everybody=bool(policy.match), wide=True)
+        found = _first_look(session, policy)
     _check_units(session, policy, found)
     indexes = [gpu.index for gpu in found.reading.gpus]
     unknown = [index for index in policy.gpus if index not in indexes]
@@ -87,6 +87,10 @@ def survey(session: Session, policy: ReclaimPolicy) -> Survey:
             remedy="correct the policy's gpus; see `nvidia-smi -L` on the host",
         )
     return found
+
+
+def _first_look(session: Session, policy: ReclaimPolicy) -> Survey:
+    return look(session, "survey", apps=True, everybody=bool(policy.match), wide=True, lease=True)
 
 
 def name_units(session: Session, policy: ReclaimPolicy) -> None:

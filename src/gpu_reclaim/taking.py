@@ -16,13 +16,13 @@ ours() { valid && [ "$(token "$RUN/lease")" = "$TOKEN" ] && [ -e "$RUN/hold" ]; 
 date_of() { date -d "@$1" '+%Y-%m-%d %H:%M:%S %z'; }
 write_lease() {
   at=$(date +%s)
-  printf '%s\n' "token $TOKEN" "owner $OWNER" "url $URL" "since $(date_of "${1:-$at}")" \
-    "since_s ${1:-$at}" "expires $(date_of $((at + TTL)))" \
+  printf '%s\n' "token $TOKEN" "owner $OWNER" "url $URL" "runs $RUNS" \
+    "since $(date_of "${1:-$at}")" "since_s ${1:-$at}" "expires $(date_of $((at + TTL)))" \
     "expires_uptime $(($(now) + TTL))" "boot $(boot)" >"$RUN/lease.$$" &&
     chmod 644 "$RUN/lease.$$"
 }
 renew() {
-  OWNER=$(value "$RUN/lease" owner) URL=$(value "$RUN/lease" url)
+  OWNER=$(value "$RUN/lease" owner) URL=$(value "$RUN/lease" url) RUNS=$(value "$RUN/lease" runs)
   write_lease "$(value "$RUN/lease" since_s)" && mv "$RUN/lease.$$" "$RUN/lease"
 }
 """
@@ -76,10 +76,12 @@ choose() {
 }
 
 write_record() {
+  # A lock alone stops nothing, and has nothing to put back.
+  [ -n "$all" ] || return 0
   mkdir -p -m 700 "$LIB" && chmod 700 "$LIB" || return 1
   (
     umask 077
-    printf '%s\n' "boot $(boot)" "token $TOKEN" "owner $OWNER" "url $URL" \
+    printf '%s\n' "boot $(boot)" "token $TOKEN" "owner $OWNER" "url $URL" "runs $RUNS" \
       "since $(date_of "$(date +%s)")" "$before$units$after" "$REST" |
       sed '/^$/d' >"$LIB/record.new"
   ) && mv "$LIB/record.new" "$LIB/record" || return 1
@@ -104,6 +106,7 @@ dead_man() {
 
 set_hold() {
   : >"$RUN/hold" || return 1
+  [ -n "$all" ] || return 0
   for unit in $all; do
     mkdir -p "$UNITS/$unit.d" || return 1
     printf '[Unit]\nAssertPathExists=!%s\n' "$RUN/hold" >"$UNITS/$unit.d/$HOLD" || return 1
@@ -169,6 +172,21 @@ ours || { show_lease; tell status lost; exit 0; }
 renew && show_lease && tell status taken
 """
 """Prolong the lease, if the host is still ours."""
+
+RELEASE = r"""
+if [ "$(token "$RUN/lease")" = "$TOKEN" ]; then
+  let_go
+  # What an earlier run left and could not be started is tried again by the timer.
+  if [ -e "$LIB/record" ]; then try_later; else leave_no_trace; fi
+fi
+tell status taken
+"""
+"""Give up a lock that held no unit; nothing is started."""
+
+WHO = r"""
+! valid || sed 's/^/lease /' "$RUN/lease"
+"""
+"""Print the lease, if it is not over; goes on after `lease.PRELUDE` alone."""
 
 READ = r"""
 [ ! -e "$RUN/lease" ] || sed 's/^/lease /' "$RUN/lease"

@@ -33,6 +33,8 @@ NOISE = (
     # systemd makes it with the first transient unit, and leaves it there, empty.
     "/run/systemd/transient|",
     "/opt/gpu-lab/__pycache__",
+    # The first login writes it.
+    "/run/motd.dynamic",
 )
 
 

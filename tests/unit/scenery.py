@@ -17,7 +17,12 @@ from unit.values import UUIDS
 NAMESPACE = "pid:[4026531836]"
 
 LEASE = "lease token t\nlease owner me\nlease since 10:00\nlease expires 11:00\n"
+LOCKS = ("lock the host", "unlock the host")
+"""What every reclaim without a hold begins and ends with."""
+
 HOLDS = {
+    "lock the host": f"{LEASE}status taken\n",
+    "unlock the host": "status taken\n",
     "take the host": f"{LEASE}status taken\n",
     "keep the hold": f"{LEASE}status taken\n",
     "prove the hold": f"refused sglang.service\n{LEASE}status taken\n",
@@ -92,6 +97,7 @@ class Host:
         immortal: Pids that stay in state D whatever they are sent.
         lingering: Pids that stay when their unit is stopped.
         hook: Called with each script before it is answered.
+        lease: Who holds the host at present, as its first look prints it.
         holds: What scripts of a hold print, by their names; by default that all is well.
     """
 
@@ -107,6 +113,7 @@ class Host:
     apps: str = ""
     driver: str = "590.48.01"
     mig: str = "[N/A]"
+    lease: str = ""
     hook: Callable[[Script], None] = lambda _: None
     holds: dict[str, str] = field(default_factory=dict)
 
@@ -134,6 +141,7 @@ class Host:
             "fuser": lambda _: f"fuser {self.fuser}\n",
             "end": self._end,
             "mps": lambda _: self.mps,
+            "lease": lambda _: self.lease,
             "driver": lambda _: f"gpu {self.driver}\n",
             "mig": lambda _: f"gpu {self.mig}\n",
         }
@@ -235,18 +243,18 @@ class Scene:
 
     @property
     def asked(self) -> list[str]:
-        """Names of the scripts that the direct way was asked."""
-        return [script.name for script in self.direct.asked]
+        """Names of the scripts that the direct way was asked, but for lock and unlock."""
+        return [script.name for script in self.direct.asked if script.name not in LOCKS]
 
     @property
     def writes(self) -> list[str]:
-        """Names of the scripts, on any way, that may change something."""
+        """Names of the scripts, on any way, that change something but for lock and unlock."""
         links = self.session.links
         ways = [way for way in (links.direct, links.hypervisor, links.node) if way is not None]
         scripts = [
             script for way in ways if isinstance(way, ScriptedTransport) for script in way.asked
         ]
-        return [script.name for script in scripts if script.writes]
+        return [x.name for x in scripts if x.writes and x.name not in LOCKS]
 
 
 def scene(host: Host, *, links: Links | None = None, **more: object) -> Scene:

@@ -16,7 +16,7 @@ from gpu_reclaim.errors import (
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, RestoredUnit, Verdict
 from gpu_reclaim.reclaim import reclaim
 from gpu_reclaim.stopping import stop_systemd
-from unit.scenery import LEASE, Host, Scene, Unit, scene
+from unit.scenery import LEASE, LOCKS, Host, Scene, Unit, scene
 from unit.values import process
 
 SGLANG = "sglang.service"
@@ -46,11 +46,15 @@ def script(stage: Scene, name: str) -> str:
     return next(x.sections["hold"] for x in stage.direct.asked if x.name == name)
 
 
-def test_without_a_hold_nothing_more_is_asked() -> None:
+def test_without_a_hold_only_other_runs_are_kept_off() -> None:
     stage = serving()
     report = reclaim(stage.session, ReclaimPolicy())
     assert stage.writes == [f"stop {SGLANG}", "end 1 processes"]
-    assert not [x for x in stage.direct.asked if "hold" in x.sections]
+    asked = [x.name for x in stage.direct.asked]
+    assert [x.name for x in stage.direct.asked if "hold" in x.sections] == list(LOCKS)
+    assert asked.index(LOCKS[0]) < asked.index(f"stop {SGLANG}")
+    assert asked[-1] == LOCKS[1]
+    assert "OWN='' ORDER='' REST=''" in script(stage, LOCKS[0])
     assert (report.held_until, report.restored, report.restore) == ("", [], "")
 
 

@@ -83,7 +83,7 @@ def test_a_survey_reads_everything_in_one_script_that_writes_nothing() -> None:
     found = survey(stage.session, POLICY)
     (script,) = stage.direct.asked
 
-    assert set(script.sections) == {"identity", "processes", "gpus", "apps", "units"}
+    assert set(script.sections) == {"identity", "processes", "gpus", "apps", "units", "lease"}
     assert (script.writes, script.together) == (False, True)
     assert (found.hostname, found.machine_id) == ("llm", "a1b2")
     assert [gpu.memory_used_mib for gpu in found.reading.gpus] == [30_000]

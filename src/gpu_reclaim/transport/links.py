@@ -80,7 +80,8 @@ class Links:
         return self.hypervisor is not None and self.via != "ssh"
 
     def close(self) -> None:
-        """Close every connection. Never raises."""
+        """Close every connection, and forget which way failed. Never raises."""
+        self._direct_failed = None
         for transport in (self.direct, self.hypervisor, self.node):
             if transport is not None:
                 transport.close()

@@ -1,0 +1,257 @@
+"""One run at a time on a host: a global concurrency limit of Prefect's for each, made when missing.
+
+Prefect's own `concurrency()` keeps to itself which lease it got. That is needed here: to free the
+slot of a run that is over although nobody freed it, and to notice within seconds that a slot was
+lost. Who has the slot is kept in a Prefect variable beside it, for the API does not tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import datetime
+from uuid import UUID
+
+from httpx import HTTPError, HTTPStatusError
+from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import (
+    GlobalConcurrencyLimitCreate,
+    VariableCreate,
+    VariableUpdate,
+)
+from prefect.client.schemas.objects import ConcurrencyLeaseHolder
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.runtime import flow_run
+from pydantic import BaseModel, ValidationError
+
+from gpu_reclaim.errors import BadInput, HeldByOther, HoldLost
+from gpu_reclaim.stopper import Pulse
+from gpu_reclaim.tasks.runs import this_run
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 300
+"""After so many seconds without a renewal Prefect frees the slot; its own default, at least 60."""
+
+RENEW_S = 10
+"""How often the slot is renewed: it is noticed within so many seconds that it was lost."""
+
+POLL_S = 2
+"""How often a taken slot is asked for, in seconds."""
+
+LOCKED, GONE = 423, 410
+"""HTTP: all slots are taken; the lease is no longer known."""
+
+_held: ContextVar[frozenset[str]] = ContextVar("gpu_reclaim_slots", default=frozenset())
+"""Limits are not re-entrant: what this run has already, it must not ask for again."""
+
+
+class Slot(BaseModel):
+    """Who has a host's slot."""
+
+    lease: str
+    owner: str
+    runs: list[str] = []
+    url: str = ""
+    since: str
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.owner} {self.url}".strip() + f" since {self.since}"
+
+
+def limit_name(host: str) -> str:
+    """The name of a host's concurrency limit."""
+    return f"gpu-reclaim-{host}"
+
+
+@contextmanager
+def host_slot(
+    host: str, wait_minutes: float = 0, lost: Callable[[Exception], object] = lambda _: None
+) -> Iterator[None]:
+    """Have a host's slot, as soon as no other run has it; nested in itself it does nothing.
+
+    Args:
+        host: Name of the GpuHost block.
+        wait_minutes: Longest wait for another run.
+        lost: Called from another thread when the slot is no longer ours.
+
+    Raises:
+        HeldByOther: Another run has it, `wait_minutes` long.
+        BadInput: Somebody has changed the limit so that it protects nothing.
+    """
+    name = limit_name(host)
+    if name in _held.get():
+        yield
+        return
+    with get_client(sync_client=True) as client:
+        _ensure(client, name)
+        lease = _acquire(client, host, wait_minutes * 60)
+        pulse = Pulse(f"slot of {host}", lambda: _renew(host, lease), RENEW_S, lost)
+        token = _held.set(_held.get() | {name})
+        try:
+            _write(client, host, lease)
+            pulse.start()
+            yield
+        finally:
+            _held.reset(token)
+            pulse.end(0)
+            _free(client, host, str(lease))
+
+
+def free_slot_of(host: str, run: str) -> None:
+    """Free a host's slot, if that run has it; for runs that ended without doing so."""
+    with get_client(sync_client=True) as client:
+        slot = read_slot(client, host)
+        if slot is not None and run in slot.runs:
+            _free(client, host, slot.lease)
+
+
+def read_slot(client: SyncPrefectClient, host: str) -> Slot | None:
+    """Who has a host's slot; None where nobody is named."""
+    found = client.read_variable_by_name(_variable(host))
+    if found is None or not isinstance(found.value, Mapping):
+        return None
+    try:
+        return Slot.model_validate(found.value)
+    except ValidationError:
+        return None
+
+
+def _variable(host: str) -> str:
+    return limit_name(host).replace("-", "_")
+
+
+def _ensure(client: SyncPrefectClient, name: str) -> None:
+    try:
+        found = client.read_global_concurrency_limit_by_name(name)
+    except ObjectNotFound:
+        with suppress(ObjectAlreadyExists):  # another run was quicker
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=1))
+        return
+    if not found.active or found.limit > 1:
+        state = "inactive" if not found.active else f"{found.limit}"
+        raise BadInput(
+            f"the concurrency limit {name} is {state}, so it does not keep two runs apart; nothing "
+            "was touched",
+            remedy=f"prefect gcl update {name} --limit 1 && prefect gcl enable {name}",
+        )
+
+
+def _acquire(client: SyncPrefectClient, host: str, wait_s: float) -> UUID:
+    name, end, said = limit_name(host), time.monotonic() + wait_s, False
+    holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.id)) if flow_run.id else None
+    while True:
+        try:
+            answer = client.increment_concurrency_slots_with_lease(
+                [name], 1, "concurrency", LEASE_S, holder
+            ).json()
+        except HTTPStatusError as error:
+            if error.response.status_code != LOCKED:
+                raise
+        else:
+            if answer["limits"]:
+                return UUID(answer["lease_id"])
+            _ensure(client, name)  # somebody has just removed it
+            continue
+        slot = read_slot(client, host)
+        if slot is not None and _is_over(client, slot):
+            log.warning("%s: freeing the slot of a run that is over: %s", host, slot)
+            _free(client, host, slot.lease)
+        left = end - time.monotonic()
+        if left <= 0:
+            raise _taken(host, slot)
+        if not said:
+            log.info("%s: waiting, up to %.0f s, for %s", host, left, slot or "another run")
+            said = True
+        time.sleep(min(POLL_S, left))
+
+
+def _taken(host: str, slot: Slot | None) -> HeldByOther:
+    name = limit_name(host)
+    return HeldByOther(
+        f"{host}: held by {slot or 'another run'} (concurrency limit {name}); nothing was touched",
+        remedy="wait until it is over, or cancel it; the policy's wait_minutes waits. If that run "
+        f"is dead, its slot is free {LEASE_S} s after its last sign of life; a stuck one is freed "
+        f"by `prefect gcl update {name} --active-slots 0`",
+    )
+
+
+def _is_over(client: SyncPrefectClient, slot: Slot) -> bool:
+    """One of its runs has ended: they share a process."""
+    for run in slot.runs:
+        try:
+            state = client.read_flow_run(UUID(run)).state
+        except ObjectNotFound:
+            return True
+        if state is not None and state.is_final():
+            return True
+    return False
+
+
+def _write(client: SyncPrefectClient, host: str, lease: UUID) -> None:
+    who = this_run()
+    slot = Slot(
+        lease=str(lease),
+        owner=who.name,
+        runs=list(who.runs),
+        url=who.url,
+        since=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+    )
+    try:
+        client.create_variable(VariableCreate(name=_variable(host), value=slot.model_dump()))
+    except ObjectAlreadyExists:
+        client.update_variable(VariableUpdate(name=_variable(host), value=slot.model_dump()))
+
+
+def _renew(host: str, lease: UUID) -> None:
+    """Renew the slot.
+
+    Raises:
+        HoldLost: It is no longer ours.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            client.renew_concurrency_lease(lease, LEASE_S)
+    except HTTPStatusError as error:
+        if error.response.status_code == GONE:
+            raise HoldLost(
+                f"{host}: Prefect gave our slot away (concurrency limit {limit_name(host)})",
+                remedy="did the server start anew? It forgets slots unless it keeps them in files "
+                "(PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE); then run this again",
+            ) from error
+        log.debug("%s: the slot could not be renewed: %s", host, error)
+    except HTTPError as error:
+        # While the server is down it gives the slot to nobody; once it is up, it tells.
+        log.debug("%s: the slot could not be renewed: %s", host, error)
+
+
+def _free(client: SyncPrefectClient, host: str, lease: str) -> None:
+    """Free a slot and forget who had it; leases end by themselves, so a failure is only logged."""
+    name = limit_name(host)
+    try:
+        known = _known(client, lease)
+        client.release_concurrency_slots_with_lease(UUID(lease))
+        slot = read_slot(client, host)
+        if slot is None or slot.lease != lease:
+            return
+        client.delete_variable_by_name(_variable(host))
+        if not known and client.read_global_concurrency_limit_by_name(name).active_slots > 0:
+            # A server that forgot the lease counts its slot for ever.
+            client.release_concurrency_slots([name], 1, occupancy_seconds=1)
+    except (HTTPError, ObjectNotFound) as error:
+        log.warning("%s: the slot could not be freed (%s); it is within %d s", host, error, LEASE_S)
+
+
+def _known(client: SyncPrefectClient, lease: str) -> bool:
+    try:
+        client.renew_concurrency_lease(UUID(lease), LEASE_S)
+    except HTTPStatusError as error:
+        if error.response.status_code == GONE:
+            return False
+        raise
+    return True

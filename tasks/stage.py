@@ -1,0 +1,201 @@
+"""Pieces of `exclusive_gpus`: the watch beside a stage, and what is done when it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from prefect.events import emit_event
+
+from gpu_reclaim.errors import BadInput, GpuReclaimError, NotRestored
+from gpu_reclaim.guarded import put_back
+from gpu_reclaim.keeper import STAGE_COMMAND, Keeper
+from gpu_reclaim.models import Intruder, ReclaimPolicy, ReclaimReport, RestoreReport
+from gpu_reclaim.serving import Server, wait_healthy
+from gpu_reclaim.session import Session
+from gpu_reclaim.stopper import Pulse, Stopped, Stopper
+from gpu_reclaim.tasks import artifacts
+from gpu_reclaim.tasks.host import load_host
+
+log = logging.getLogger(__name__)
+
+HOLD_MINUTES = 5
+"""How long the host waits for a sign of life where the policy does not say: longer than a network
+or a Prefect server is away for a restart, shorter than anybody likes to be without the service."""
+
+JOIN_S = 15
+"""Longest wait, at the end of a stage, for a look at the host that is under way, in seconds."""
+
+
+@dataclass
+class Exclusive:
+    """A host's GPUs for the length of a block.
+
+    Attributes:
+        host: Name of the GpuHost block.
+        report: How they were freed.
+        intruders: Who else used them meanwhile.
+        restored: What was put back; None while the block runs.
+        moments: What happened when, as (`13:05:59`, sentence), by the worker's clock.
+    """
+
+    host: str
+    report: ReclaimReport | None = None
+    intruders: list[Intruder] = field(default_factory=list)
+    restored: RestoreReport | None = None
+    moments: list[tuple[str, str]] = field(default_factory=list)
+    stopper: Stopper = field(default_factory=Stopper, repr=False)
+
+    def command(self, *argv: str) -> list[str]:
+        """A command for the host, marked as this block's own.
+
+        Its processes are no intruders, and whatever is left of them is ended when the block is.
+        """
+        return [*STAGE_COMMAND, *argv]
+
+    def check(self) -> None:
+        """Ask, between two steps, whether the GPUs are still ours.
+
+        The block is ended at once anyway when they are not; but a thread in a long call is not.
+
+        Raises:
+            HoldRefused: They are not.
+        """
+        if self.stopper.error is not None:
+            raise self.stopper.error
+
+    def note(self, what: str) -> None:
+        """Keep what happened, for the page."""
+        self.moments.append((f"{datetime.now():%H:%M:%S}", what))
+
+
+_blocks: ContextVar[tuple[Exclusive, ...]] = ContextVar("gpu_reclaim_exclusive", default=())
+
+
+def around(host: str) -> Exclusive | None:
+    """The block on this host that we are in already."""
+    return next((block for block in _blocks.get() if block.host == host), None)
+
+
+def stage_policy(policy: ReclaimPolicy) -> ReclaimPolicy:
+    """The policy, with a hold.
+
+    Raises:
+        BadInput: It only plans.
+    """
+    if policy.mode == "plan":
+        raise BadInput(
+            "exclusive_gpus frees GPUs, and the policy's mode is plan; nothing was touched",
+            remedy="use mode='reclaim'; reclaim_gpus shows a plan",
+        )
+    return policy.model_copy(update={"hold_minutes": policy.hold_minutes or HOLD_MINUTES})
+
+
+@contextmanager
+def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Iterator[None]:
+    """Beside a stage: the hold is renewed, and intruders are named; what goes wrong ends it."""
+    block = load_host(exclusive.host)
+
+    def tell(intruder: Intruder) -> None:
+        exclusive.intruders.append(intruder)
+        exclusive.note(f"intruder: {intruder}")
+        event(exclusive.host, "intruder", intruder.model_dump(mode="json"))
+
+    def failed(error: Exception) -> None:
+        exclusive.note(f"the stage is stopped: {_short(error)}")
+        event(exclusive.host, "lost", {"why": _short(error)})
+        exclusive.stopper.stop(error)
+
+    keeper = Keeper(session, lambda: block.session(session.host, via=policy.via), policy, tell)
+    pulse = Pulse(f"keeper of {exclusive.host}", keeper.beat, keeper.every_s, failed)
+    token = _blocks.set((*_blocks.get(), exclusive))
+    event(
+        exclusive.host, "held", {"until": exclusive.report.held_until if exclusive.report else ""}
+    )
+    exclusive.note("the GPUs are ours, and the hold is proven")
+    pulse.start()
+    try:
+        yield
+    finally:
+        _blocks.reset(token)
+        pulse.end(JOIN_S)
+        keeper.close()
+
+
+@contextmanager
+def put_back_at_the_end(
+    exclusive: Exclusive, session: Session, server: Server | None
+) -> Iterator[None]:
+    """However the block ends: what was stopped is put back, looked at, and told.
+
+    Raises:
+        NotRestored: The block went well, and something did not come back.
+    """
+    try:
+        yield
+    except Stopped:
+        _finish(exclusive, session, None)
+        raise (exclusive.stopper.error or RuntimeError("stopped for no reason")) from None
+    except BaseException as error:
+        exclusive.note(f"the block ended with {type(error).__name__}: {_short(error)}")
+        # Who cancels does not wait for a model to load.
+        _finish(exclusive, session, server if isinstance(error, Exception) else None, error)
+        raise
+    _finish(exclusive, session, server)
+    if exclusive.restored is not None and not exclusive.restored.complete:
+        raise NotRestored(exclusive.restored)
+
+
+def _finish(
+    exclusive: Exclusive,
+    session: Session,
+    server: Server | None,
+    error: BaseException | None = None,
+) -> None:
+    if session.held is None:
+        return
+    exclusive.note("putting back what was stopped")
+    report = put_back(session, tries=error is None or isinstance(error, Exception))
+    exclusive.restored = report
+    exclusive.note(report.summary)
+    if server is not None and report.complete:
+        exclusive.restored = report = _healthy(session, server, report)
+        exclusive.note(report.summary)
+    if not report.complete:
+        log.error("%s: %s", exclusive.host, report.summary)
+    # The service is back; what only tells of it must not keep anybody.
+    rows = [row.model_dump(mode="json") for row in report.restored]
+    event(exclusive.host, "restored", {"complete": report.complete, "units": rows})
+    _quietly(lambda: artifacts.show_exclusive(exclusive.host, exclusive.moments, report))
+
+
+def _healthy(session: Session, server: Server, report: RestoreReport) -> RestoreReport:
+    try:
+        serves, said = wait_healthy(session, server)
+    except GpuReclaimError as error:
+        serves, said = False, error.message
+    log.log(logging.INFO if serves else logging.ERROR, "%s: %s", session.host, said)
+    advice = "" if serves else f"see `journalctl -u {server.unit}` on the host"
+    change = {"complete": serves, "summary": f"{report.summary}; {said}"}
+    return report.model_copy(update=change | ({"remedy": advice} if advice else {}))
+
+
+def event(host: str, what: str, payload: dict[str, object]) -> None:
+    """Tell automations; without a server nobody hears it."""
+    resource = {"prefect.resource.id": f"gpu-reclaim.host.{host}", "prefect.resource.name": host}
+    _quietly(lambda: emit_event(f"gpu-reclaim.{what}", resource, payload=payload))
+
+
+def _quietly(tell: Callable[[], object]) -> None:
+    try:
+        tell()
+    except Exception as error:
+        log.warning("this could not be told to Prefect: %s", _short(error))
+
+
+def _short(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

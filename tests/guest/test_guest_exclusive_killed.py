@@ -1,0 +1,159 @@
+"""Killed, cancelled or cut off at any remote step of a pipeline, the host is as before.
+
+A real worker runs the pipeline in a process of its own. All steps are walked by `make
+test-exhaustive`; some of them, where most is different, by `make test`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.schemas.objects import StateType
+
+from gpu_reclaim.tasks.slots import limit_name, read_slot
+from guest import holds, pipelines, witness
+from guest.real_prefect import Prefect
+from guest.stepping import Stepping
+from guest.ways import UNIT
+from lab.lab import Lab
+from lab.waiting import wait_until
+
+pytestmark = pytest.mark.lab
+
+PARAMETERS: dict[str, Any] = {"host": "lab", "policy": {"hold_minutes": 5, **holds.QUICK}}
+SAMPLE = ("take the host", "begin the work")
+MOST_S = 10
+"""After a cancel all is back within so many seconds."""
+
+
+class Scene:
+    """The lab with a server that others need, and the pipeline as a deployment."""
+
+    def __init__(self, lab: Lab, prefect: Prefect, folder: Path) -> None:
+        self.lab, self.prefect, self.folder = lab, prefect, folder
+        self.deployment = prefect.deploy(f"{pipelines.__file__}:evaluation")
+        self.everything = [*holds.add_triggers(lab), UNIT]
+        lab.start_server()
+        self.everything.append(holds.add_gateway(lab))
+        self.names = self._whole_run()
+        self.before = holds.running(lab), holds.files(lab)
+
+    def _whole_run(self) -> list[str]:
+        """The steps of a run that nobody disturbs."""
+        steps = Stepping(self.folder / "whole")
+        state = self.prefect.wait(self.prefect.submit(self.deployment, PARAMETERS, steps.env))
+        assert state.is_completed(), state.message
+        self.lab.wait_ready()
+        return steps.names
+
+    def run(self, number: int, **how: Any) -> tuple[UUID, Stepping]:
+        """Start a run at whose step something will happen."""
+        steps = Stepping(self.folder / f"{number}-{time.monotonic_ns()}", at=number, **how)
+        return self.prefect.submit(self.deployment, PARAMETERS, steps.env), steps
+
+    def is_back(self) -> bool:
+        """The units run, and no trace of a hold is left on the host."""
+        states = holds.is_active(self.lab, *self.everything)
+        return states == ["active"] * len(states) and not holds.traces(self.lab)
+
+    def check(self, what: str) -> None:
+        """Everything is as before: units, files, the slot."""
+        self.lab.wait_ready()
+        assert holds.running(self.lab) == self.before[0], what
+        assert holds.files(self.lab) ^ self.before[1] == set(), what
+        assert len(witness.of_unit(self.lab, UNIT)) == 6, what
+        assert witness.memory(self.lab) == [90_000, 90_100, 90_200, 90_300], what
+        print(f"{what}: all is as before")
+
+    def slot_is_free(self) -> bool:
+        with self.prefect.client() as client:
+            limit = client.read_global_concurrency_limit_by_name(limit_name("lab"))
+            return limit.active_slots == 0 and read_slot(client, "lab") is None
+
+
+@pytest.fixture
+def scene(lab: Lab, prefect: Prefect, tmp_path: Path) -> Scene:
+    return Scene(lab, prefect, tmp_path)
+
+
+def walk(scene: Scene, one: Callable[[int, str], None], only: tuple[str, ...] = ()) -> None:
+    """Do it at every step, or at some."""
+    done = 0
+    for number, name in enumerate(scene.names, 1):
+        if only and name not in only:
+            continue
+        one(number, f"{number} of {len(scene.names)}, {name}")
+        done += 1
+    print(f"{done} of {len(only) or len(scene.names)} steps")
+    assert done == (len(only) or len(scene.names))
+
+
+def kill(scene: Scene) -> Callable[[int, str], None]:
+    """SIGKILL to the run's process; its worker puts back, long before the host would."""
+
+    def one(number: int, what: str) -> None:
+        run, _ = scene.run(number)
+        state = scene.prefect.wait(run)
+        # How often it reads while the GPUs settle differs from run to run.
+        assert state.type == StateType.CRASHED or number > len(scene.names) - 3, what
+        wait_until(f"killed after {what}: all is back", scene.is_back, 30)
+        wait_until(f"killed after {what}: the slot is free", scene.slot_is_free, 30)
+        scene.check(f"killed after {what}")
+
+    return one
+
+
+def kill_with_worker(scene: Scene) -> Callable[[int, str], None]:
+    """SIGKILL to both; only the host is left, which acts once its time is over."""
+
+    def one(number: int, what: str) -> None:
+        run, _ = scene.run(number, act="kill-worker")
+        scene.prefect.wait_gone(run)
+        holds.expire(scene.lab)
+        wait_until(f"both killed after {what}: all is back", scene.is_back, 30)
+        scene.check(f"run and worker killed after {what}")
+        scene.prefect.repair()
+
+    return one
+
+
+def cancel(scene: Scene) -> Callable[[int, str], None]:
+    """Cancel through the API, while the run is at the step."""
+
+    def one(number: int, what: str) -> None:
+        run, steps = scene.run(number, act="wait")
+        wait_until(
+            "it is there", lambda: steps.reached() or scene.prefect.state(run).is_final(), 60
+        )
+        began = time.monotonic()
+        scene.prefect.cancel(run)
+        wait_until(f"cancelled at {what}: all is back", scene.is_back, 60)
+        took = time.monotonic() - began
+        state = scene.prefect.wait(run)
+        assert state.type == StateType.CANCELLED or not steps.reached(), what
+        wait_until(f"cancelled at {what}: the slot is free", scene.slot_is_free, 30)
+        scene.check(f"cancelled at {what}, back after {took:.1f} s")
+        assert took < MOST_S, what
+
+    return one
+
+
+def test_killed_after_a_step_that_acts(scene: Scene) -> None:
+    walk(scene, kill(scene), SAMPLE)
+
+
+def test_cancelled_at_a_step_that_acts(scene: Scene) -> None:
+    walk(scene, cancel(scene), ("begin the work",))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("end", [kill, kill_with_worker, cancel])
+def test_ended_at_each_remote_step(
+    scene: Scene, end: Callable[[Scene], Callable[[int, str], None]]
+) -> None:
+    walk(scene, end(scene))
