@@ -57,7 +57,7 @@ class Stepping:
 
     @property
     def names(self) -> list[str]:
-        """The steps so far: name of each script, in order."""
+        """The steps so far, in order; also the one before which it waits or was killed."""
         path = self.folder / "steps"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line.partition(" ")[2] for line in lines]
