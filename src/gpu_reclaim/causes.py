@@ -288,7 +288,8 @@ UNSTABLE = Cause(
 HELD = Cause(
     Verdict.UNKNOWN,
     "Another run holds the host, so its GPUs were not touched.",
-    "The lease on the host (`cat /run/gpu-reclaim/lease`) is another's and not over.",
+    "The host's concurrency limit in Prefect (`gpu-reclaim-HOST`) is taken, or the lease on the "
+    "host itself (`cat /run/gpu-reclaim/lease`) is another's and not over.",
     "wait until {until} (by the host's clock); or, if that run is dead or in the way, end its hold "
     "with the flow restore-services, or on the host with `sh /run/gpu-reclaim/restore any`",
 )
