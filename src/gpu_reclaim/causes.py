@@ -304,8 +304,8 @@ HOLD_BROKEN = Cause(
     "The hold could not be set, or a held unit could be started all the same.",
     "A file, the timer or a drop-in could not be made on the host; or the trial start of a held "
     "unit after the last look was not refused (the unit was stopped again).",
-    "see `systemctl cat` of the unit for another AssertPathExists=, and whether /run and /var/lib "
-    "can be written",
+    "see whether /run and /var/lib can be written, and `systemctl cat` of the unit for another "
+    "AssertPathExists=",
 )
 CUT_SHORT = Cause(
     Verdict.UNKNOWN,
