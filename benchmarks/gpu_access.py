@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 from typing import TYPE_CHECKING
 
 from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed
+from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
+from gpu_reclaim.processes import NVIDIA, DeviceSet
 from gpu_reclaim.reclaim import reclaim
 from gpu_reclaim.session import Session
-from gpu_reclaim.settings import load
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport
 
@@ -44,10 +46,24 @@ def obstacle() -> str:
     return ""
 
 
+def devices() -> DeviceSet:
+    """What counts as a GPU device, by the variable that gpu_reclaim.settings reads too."""
+    prefixes = tuple(json.loads(os.environ.get("GPU_RECLAIM_DEVICE_PREFIXES", "[]")))
+    if not prefixes:
+        return NVIDIA
+    return DeviceSet(majors=(), driver_names=(), path_prefixes=prefixes, nodes=prefixes)
+
+
+def places() -> Places:
+    """Where lease and record are, by the variable that gpu_reclaim.settings reads too."""
+    folder = os.environ.get("GPU_RECLAIM_HOLD_FOLDER", "")
+    return Places(folder, f"{folder}/lib") if folder else HOST
+
+
 def attempt(policy: ReclaimPolicy) -> ReclaimReport:
     """The report of a reclaim of this machine, whatever its verdict."""
-    settings, links = load(), Links(direct=LocalTransport())
-    session = Session("this machine", links, devices=settings.devices, places=settings.places)
+    links = Links(direct=LocalTransport())
+    session = Session("this machine", links, devices=devices(), places=places())
     try:
         return reclaim(session, policy)
     except GpusNotReclaimed as refused:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from gpu_reclaim.errors import GpuReclaimError
 from gpu_reclaim.models import ReclaimPolicy
-from gpu_reclaim.settings import load
 
 if TYPE_CHECKING:
     from benchmarks import gpu_access as access
@@ -40,7 +39,7 @@ BYSTANDERS = {"plain python": [], "namesake": ["--title", "sglang-bystander"]}
 
 def nodes() -> list[str]:
     """The device nodes of single GPUs."""
-    beginnings = [Path(prefix) for prefix in load().devices.nodes]
+    beginnings = [Path(prefix) for prefix in access.devices().nodes]
     found = [path for x in beginnings for path in x.parent.glob(f"{x.name}[0-9]*")]
     return sorted(str(path) for path in found)
 
