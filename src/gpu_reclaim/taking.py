@@ -132,7 +132,7 @@ take() {
   fi
   choose
   mkdir -p "$RUN" && chmod 755 "$RUN" &&
-    { [ -z "$all" ] || { write_restore && dead_man; }; } &&
+    write_restore && { [ -z "$all" ] || dead_man; } &&
     write_lease && ln "$RUN/lease.$$" "$RUN/lease" && rm -f "$RUN/lease.$$" &&
     write_record && set_hold || {
       rm -f "$RUN/lease.$$"
