@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test kinds lint test-exhaustive benchmark gpu-check docs clean
+.PHONY: help demo test kinds soak lint test-exhaustive benchmark gpu-check docs clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -23,6 +23,11 @@ kinds: .venv/dev
 ## make test-exhaustive   the long walks: thousands of random examples a property, reused pids
 test-exhaustive: .venv/dev
 	$(BIN)/pytest -m exhaustive tests
+
+## make soak              200 passes of reclaim, hold and restore with random faults; needs root
+soak: .venv/dev
+	sh tests/lab/install.sh
+	$(BIN)/pytest -s --show-capture=no -m exhaustive tests/guest/test_guest_soak.py
 
 ## make lint              ruff, mypy and import-linter
 lint: .venv/dev

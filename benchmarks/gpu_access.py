@@ -9,6 +9,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed
+from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 from gpu_reclaim.reclaim import reclaim
@@ -53,9 +54,16 @@ def devices() -> DeviceSet:
     return DeviceSet(majors=(), driver_names=(), path_prefixes=prefixes, nodes=prefixes)
 
 
+def places() -> Places:
+    """Where lease and record are, by the variable that gpu_reclaim.settings reads too."""
+    folder = os.environ.get("GPU_RECLAIM_HOLD_FOLDER", "")
+    return Places(folder, f"{folder}/lib") if folder else HOST
+
+
 def attempt(policy: ReclaimPolicy) -> ReclaimReport:
     """The report of a reclaim of this machine, whatever its verdict."""
-    session = Session("this machine", Links(direct=LocalTransport()), devices=devices())
+    links = Links(direct=LocalTransport())
+    session = Session("this machine", links, devices=devices(), places=places())
     try:
         return reclaim(session, policy)
     except GpusNotReclaimed as refused:

@@ -110,6 +110,7 @@ class GpuHost(Careful, Block):
             fit=inside.check if isinstance(inside, GuestAgentTransport) and via != "ssh" else None,
             guest_name=self.guest.hostname if self.guest else "",
             devices=settings.devices,
+            places=settings.places,
             script_timeout_s=settings.script_timeout_s,
         )
 

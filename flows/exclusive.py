@@ -19,6 +19,7 @@ from gpu_reclaim.tasks.slots import host_slot
 from gpu_reclaim.tasks.stage import (
     Exclusive,
     around,
+    check_server,
     kept,
     put_back_at_the_end,
     stage_policy,
@@ -80,6 +81,7 @@ def exclusive_gpus(
         put_back_at_the_end(exclusive, session, waited_for),
         stopper,
     ):
+        check_server(session, waited_for)
         exclusive.note("freeing the GPUs")
         exclusive.report = reclaim_gpus(host, policy)
         with kept(exclusive, session, policy):

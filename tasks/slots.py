@@ -91,16 +91,24 @@ def host_slot(
     with get_client(sync_client=True) as client:
         _ensure(client, name)
         lease = _acquire(client, host, wait_minutes * 60)
-        pulse = Pulse(f"slot of {host}", lambda: _renew(host, lease), RENEW_S, lost)
-        token = _held.set(_held.get() | {name})
         try:
             _write(client, host, lease)
-            pulse.start()
-            yield
+            with _renewed(host, lease, lost):
+                yield
         finally:
-            _held.reset(token)
-            pulse.end(0)
             _free(client, host, str(lease))
+
+
+@contextmanager
+def _renewed(host: str, lease: UUID, lost: Callable[[Exception], object]) -> Iterator[None]:
+    token = _held.set(_held.get() | {limit_name(host)})
+    pulse = Pulse(f"slot of {host}", lambda: _renew(host, lease), RENEW_S, lost)
+    pulse.start()
+    try:
+        yield
+    finally:
+        _held.reset(token)
+        pulse.end(0)
 
 
 def free_slot_of(host: str, run: str) -> None:

@@ -95,6 +95,20 @@ def stage_policy(policy: ReclaimPolicy) -> ReclaimPolicy:
     return policy.model_copy(update={"hold_minutes": policy.hold_minutes or HOLD_MINUTES})
 
 
+def check_server(session: Session, server: Server | None) -> None:
+    """Refuse to wait for a server that is none of the host's.
+
+    Raises:
+        BadInput: Its unit is not among the host's.
+    """
+    if server is not None and server.unit not in session.units:
+        raise BadInput(
+            f"{session.host}: {server.unit} is none of its units ({', '.join(session.units)}); "
+            "nothing was touched",
+            remedy="name an LlmServer block of this host, or add the unit to the GpuHost block",
+        )
+
+
 @contextmanager
 def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Iterator[None]:
     """Beside a stage: the hold is renewed, and intruders are named; what goes wrong ends it."""

@@ -36,7 +36,10 @@ NEXT = """
 
 {plan}
   4. Reclaim: the same without mode="plan". It returns only if the GPUs are free, and raises
-     GpusNotReclaimed, with what to do, if they are not.
+     GpusNotReclaimed, with what to do, if they are not. What it stopped stays down; to have it
+     put back afterwards, whatever happens, put your work into a block:
+
+       with exclusive_gpus("gpu-box"): ...    # from gpu_reclaim.flows; see README.md
 """
 
 SAVE = """

@@ -146,6 +146,8 @@ def main() -> int:
     facts: Facts = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     # Then only these files count: what holds a real GPU of this machine does not.
     os.environ["GPU_RECLAIM_DEVICE_PREFIXES"] = json.dumps([facts["device_prefix"]])
+    # Its login is not root, and could not write to /run.
+    os.environ["GPU_RECLAIM_HOLD_FOLDER"] = facts["folder"]
     try:
         report = run(facts)
     except GpuReclaimError as error:

@@ -288,7 +288,8 @@ UNSTABLE = Cause(
 HELD = Cause(
     Verdict.UNKNOWN,
     "Another run holds the host, so its GPUs were not touched.",
-    "The lease on the host (`cat /run/gpu-reclaim/lease`) is another's and not over.",
+    "The host's concurrency limit in Prefect (`gpu-reclaim-HOST`) is taken, or the lease on the "
+    "host itself (`cat /run/gpu-reclaim/lease`) is another's and not over.",
     "wait until {until} (by the host's clock); or, if that run is dead or in the way, end its hold "
     "with the flow restore-services, or on the host with `sh /run/gpu-reclaim/restore any`",
 )
@@ -303,8 +304,8 @@ HOLD_BROKEN = Cause(
     "The hold could not be set, or a held unit could be started all the same.",
     "A file, the timer or a drop-in could not be made on the host; or the trial start of a held "
     "unit after the last look was not refused (the unit was stopped again).",
-    "see `systemctl cat` of the unit for another AssertPathExists=, and whether /run and /var/lib "
-    "can be written",
+    "see whether /run and /var/lib can be written, and `systemctl cat` of the unit for another "
+    "AssertPathExists=",
 )
 CUT_SHORT = Cause(
     Verdict.UNKNOWN,

@@ -15,8 +15,8 @@ from gpu_reclaim.session import Session
 log = logging.getLogger(__name__)
 
 PUT_BACK_S = 120
-"""How long putting back is tried again over a broken connection, in seconds: as long as a host takes
-to start anew."""
+"""How long putting back is tried again over a broken connection, in seconds: as long as a host
+takes to start anew."""
 
 PAUSES_S = (1, 15)
 """First and longest pause between two attempts, in seconds; each is twice the one before."""

@@ -117,7 +117,8 @@ def _take(
     claim = replace(
         _claim(session), owner=holder.name or default_owner(), url=holder.url, runs=holder.runs
     )
-    body = holding.take(claim, own, order, _rest(session, policy, before, own))
+    rest = _rest(session, policy, before, own)
+    body = holding.take(claim, own, order, rest, places=session.places)
     what = "take the host" if policy.hold_minutes else "lock the host"
     result, answer = _ask(session, what, body, UNITS_S)
     if answer.status == "held":
@@ -126,7 +127,7 @@ def _take(
     _need(session, answer, result)
     if policy.hold_minutes:
         log.info("%s: held; %s cannot be started", session.host, ", ".join(own) or "no unit")
-    if answer.left_by:
+    if answer.left_by and answer.found:
         log.warning("%s: %s had left units stopped; put back first", session.host, answer.left_by)
     return list(answer.found) if answer.left_by else []
 
@@ -138,7 +139,8 @@ def release(session: Session) -> None:
         TransportError: As `Transport.run`.
     """
     if session.locked:
-        _ask(session, "unlock the host", holding.release(_claim(session)), SCRIPT_S)
+        body = holding.release(_claim(session), places=session.places)
+        _ask(session, "unlock the host", body, SCRIPT_S)
         session.locked = False
 
 
@@ -179,7 +181,7 @@ def renew(session: Session, hold_s: float) -> None:
         HoldLost: It is no longer ours.
         TransportError: As `Transport.run`.
     """
-    body = holding.renew(_claim(session, ttl_s=hold_s))
+    body = holding.renew(_claim(session, ttl_s=hold_s), places=session.places)
     _sign(session, "keep the hold", body, SCRIPT_S)
 
 
@@ -194,7 +196,7 @@ def prove(session: Session, hold_s: float) -> str:
         HoldLost: The hold is no longer ours.
         TransportError: As `Transport.run`.
     """
-    body = holding.prove(_claim(session, ttl_s=hold_s))
+    body = holding.prove(_claim(session, ttl_s=hold_s), places=session.places)
     answer = _sign(session, "prove the hold", body, UNITS_S)
     log.info("%s: a start was refused of %s", session.host, ", ".join(answer.units) or "no unit")
     return answer.lease.expires if answer.lease else ""
@@ -213,7 +215,7 @@ def restore(session: Session, *, everybody: bool = False, run: str = "") -> Rest
         TransportError: As `Transport.run`.
     """
     token = f"run:{run}" if run else session.token
-    body = holding.restore("any" if everybody else token)
+    body = holding.restore("any" if everybody else token, places=session.places)
     script = Script("put back what was stopped", {"hold": body}, timeout_s=UNITS_S, writes=True)
     result = session.links.run(script)
     section = result.section("hold")
@@ -235,7 +237,8 @@ def read(session: Session) -> Answer:
     Raises:
         TransportError: As `Transport.run`.
     """
-    script = Script("look at the hold", {"hold": holding.read()}, timeout_s=SCRIPT_S)
+    body = holding.read(places=session.places)
+    script = Script("look at the hold", {"hold": body}, timeout_s=SCRIPT_S)
     return holding.parse(session.links.run(script).section("hold"))
 
 
@@ -291,10 +294,10 @@ def _need(session: Session, answer: Answer, result: Result) -> None:
         )
     if answer.status in ("broken", "unset", "unshown"):
         what = f"could be started although held: {', '.join(answer.broken)}"
+        if not answer.broken:
+            what = f"the hold cannot be set{f': {answer.why}' if answer.why else ''}"
         raise HoldBroken(
-            f"{session.host}: {what if answer.broken else f'cannot be held: {answer.why}'}",
-            remedy=causes.HOLD_BROKEN.advice(),
-            result=result,
+            f"{session.host}: {what}", remedy=causes.HOLD_BROKEN.advice(), result=result
         )
     raise _unclear(session, answer.status, result)
 

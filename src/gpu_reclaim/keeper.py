@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from gpu_reclaim import hold
-from gpu_reclaim.errors import HoldLost, Intruded, TransportError
+from gpu_reclaim.errors import GpuReclaimError, HoldLost, Intruded
 from gpu_reclaim.models import Intruder, Process, ReclaimPolicy, Survey
 from gpu_reclaim.owners import owner
 from gpu_reclaim.restoring import STAGE
@@ -57,7 +57,7 @@ class Keeper:
         self._hold_s = policy.hold_minutes * 60
         self._session: Session | None = None
         self._reached = taken.clock()
-        self._silent = False
+        self._missing = False
         self._here = False
         self._known: set[tuple[int, int, str]] = set()
         self.every_s = min(EVERY_S, self._hold_s / SHARE)
@@ -68,17 +68,22 @@ class Keeper:
         Raises:
             HoldLost: The hold is over, or will be before the host can be reached.
             Intruded: Somebody else uses the GPUs, and the policy says to fail then.
-            GpuReclaimError: The host's answer makes no sense.
         """
         started = self._taken.clock()
         try:
-            seen = self._look()
-        except TransportError as error:
-            self._unreached(error)
+            session = self._opened()
+            hold.renew(session, self._hold_s)
+            self._reached = started
+            seen = self._look(session)
+        except HoldLost:
+            raise
+        except GpuReclaimError as error:
+            # Not to be reached, or an odd answer: the next beat may do better.
+            self._missed(error)
             return
-        if self._silent:
-            log.info("%s: reached again", self._taken.host)
-        self._reached, self._silent = started, False
+        if self._missing:
+            log.info("%s: looked at again", self._taken.host)
+        self._missing = False
         self._name(self._intruders(seen))
 
     def close(self) -> None:
@@ -87,20 +92,22 @@ class Keeper:
             self._session.links.close()
             self._session = None
 
-    def _look(self) -> Survey:
+    def _opened(self) -> Session:
         if self._session is None:
             self._session = self._reopen()
             self._session.token, self._session.held = self._taken.token, self._taken.held
-        hold.renew(self._session, self._hold_s)
+        return self._session
+
+    def _look(self, session: Session) -> Survey:
         partly = bool(self._policy.gpus)
-        seen = look(self._session, "watch", gpus=partly, apps=partly, everybody=self._here)
+        seen = look(session, "watch", gpus=partly, apps=partly, everybody=self._here)
         if os.getpid() in seen.table.ourselves and not self._here:
             # This very machine: who is a child of ours is seen among all processes alone.
             self._here = True
-            return self._look()
+            return self._look(session)
         return seen
 
-    def _unreached(self, error: TransportError) -> None:
+    def _missed(self, error: GpuReclaimError) -> None:
         self.close()
         silent_s = self._taken.clock() - self._reached
         # One more attempt may take as long as the last one; the host must not be first.
@@ -110,9 +117,9 @@ class Keeper:
                 "what was stopped",
                 remedy=f"see why it could not be reached ({error.message}), and run it again",
             ) from error
-        if not self._silent:
-            log.warning("%s: no sign of life could be given: %s", self._taken.host, error.message)
-        self._silent = True
+        if not self._missing:
+            log.warning("%s: the hold is not watched: %s", self._taken.host, error.message)
+        self._missing = True
 
     def _intruders(self, seen: Survey) -> list[Intruder]:
         at = f"{datetime.now():%H:%M:%S}"

@@ -11,6 +11,7 @@ from gpu_reclaim import fuser, holding, nvidia_smi, processes, systemd
 from gpu_reclaim.commands import Result, Script, Section
 from gpu_reclaim.containers import pct_status, refusal
 from gpu_reclaim.errors import BadAnswer, UnknownUnit
+from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.models import GpuReading, ProcessTable, Step, Survey, UnitState
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 from gpu_reclaim.transport.links import Links
@@ -50,6 +51,7 @@ class Session:
         named: Units that are in `units` because a policy named them.
         stopped: Units that were told to stop in this session.
         known_units: Units that systemd knew earlier: a transient one is gone once it is stopped.
+        places: Where lease, lock and record are on the host.
         token: Names this session's claim on the host.
         lease_s: While it works, the host puts everything back after so many seconds without a
             sign of life; the policy's own limits come on top.
@@ -78,6 +80,7 @@ class Session:
     named: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
     known_units: set[str] = field(default_factory=set)
+    places: Places = HOST
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     lease_s: float = 900
     locked: bool = False
@@ -138,7 +141,7 @@ def look(
     parts |= {"gpus": nvidia_smi.query_gpus(smi_s)} if gpus else {}
     parts |= {"apps": nvidia_smi.query_apps(smi_s)} if apps else {}
     parts |= {"units": systemd.show_tree(session.units)} if units and session.units else {}
-    parts |= {"lease": holding.who()} if lease else {}
+    parts |= {"lease": holding.who(places=session.places)} if lease else {}
     parts |= (
         {"fuser": fuser.look(session.devices.nodes, min(fuser.TIME_LIMIT_S, most))}
         if with_fuser

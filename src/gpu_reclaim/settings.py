@@ -16,6 +16,7 @@ from pydantic_settings import (
 )
 
 from gpu_reclaim.errors import BadInput
+from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 
@@ -37,6 +38,8 @@ class Settings(BaseSettings):
         device_prefixes: Beginnings of paths that count as GPU devices, and nothing else then does:
             for test machines without a driver, where a real GPU's processes must be safe. Empty
             in production: device numbers decide.
+        hold_folder: A folder of the host that stands in for /run and /var/lib, where lease and
+            record are: for test machines where the login is not root.
     """
 
     model_config = SettingsConfigDict(
@@ -55,6 +58,7 @@ class Settings(BaseSettings):
     # nvidia-smi may need a minute without persistence mode; a look asks it twice.
     script_timeout_s: float = Field(default=150, gt=0, le=3600)
     device_prefixes: list[str] = []
+    hold_folder: str = ""
 
     @property
     def devices(self) -> DeviceSet:
@@ -63,6 +67,11 @@ class Settings(BaseSettings):
             return NVIDIA
         prefixes = tuple(self.device_prefixes)
         return DeviceSet(majors=(), driver_names=(), path_prefixes=prefixes, nodes=prefixes)
+
+    @property
+    def places(self) -> Places:
+        """Where lease and record are on a host."""
+        return Places(self.hold_folder, f"{self.hold_folder}/lib") if self.hold_folder else HOST
 
     @classmethod
     def settings_customise_sources(

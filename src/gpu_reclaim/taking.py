@@ -132,11 +132,12 @@ take() {
   fi
   choose
   mkdir -p "$RUN" && chmod 755 "$RUN" &&
-    write_restore && dead_man &&
+    write_restore && { [ -z "$all" ] || dead_man; } &&
     write_lease && ln "$RUN/lease.$$" "$RUN/lease" && rm -f "$RUN/lease.$$" &&
     write_record && set_hold || {
       rm -f "$RUN/lease.$$"
-      if restore_record; then leave_no_trace; else try_later; fi
+      if [ -z "$all" ]; then rm -rf "$RUN"
+      elif restore_record; then leave_no_trace; else try_later; fi
       tell status unset
       return
     }
@@ -175,13 +176,13 @@ renew && show_lease && tell status taken
 
 RELEASE = r"""
 if [ "$(token "$RUN/lease")" = "$TOKEN" ]; then
-  let_go
   # What an earlier run left and could not be started is tried again by the timer.
-  if [ -e "$LIB/record" ]; then try_later; else leave_no_trace; fi
+  if [ -e "$LIB/record" ]; then let_go; try_later; else rm -rf "$RUN"; fi
 fi
 tell status taken
 """
-"""Give up a lock that held no unit; nothing is started."""
+"""Give up a lock that held no unit; nothing is started. Neither this nor taking such a lock needs
+systemd."""
 
 WHO = r"""
 ! valid || sed 's/^/lease /' "$RUN/lease"

@@ -16,7 +16,7 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 from gpu_reclaim.tasks.slots import limit_name, read_slot
-from guest import holds, pipelines, witness
+from guest import holds, pipelines, units, witness
 from guest.real_prefect import Prefect
 from guest.stepping import Stepping
 from guest.ways import UNIT
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.lab
 
 PARAMETERS: dict[str, Any] = {"host": "lab", "policy": {"hold_minutes": 5, **holds.QUICK}}
 SAMPLE = ("take the host", "begin the work")
+CUT_S = 60
 MOST_S = 10
 """After a cancel all is back within so many seconds."""
 
@@ -34,12 +35,12 @@ MOST_S = 10
 class Scene:
     """The lab with a server that others need, and the pipeline as a deployment."""
 
-    def __init__(self, lab: Lab, prefect: Prefect, folder: Path) -> None:
+    def __init__(self, lab: Lab, prefect: Prefect, folder: Path, *, alone: bool = False) -> None:
         self.lab, self.prefect, self.folder = lab, prefect, folder
         self.deployment = prefect.deploy(f"{pipelines.__file__}:evaluation")
-        self.everything = [*holds.add_triggers(lab), UNIT]
+        triggers = [] if alone else holds.add_triggers(lab)
         lab.start_server()
-        self.everything.append(holds.add_gateway(lab))
+        self.everything = [*triggers, UNIT, *([] if alone else [holds.add_gateway(lab)])]
         self.names = self._whole_run()
         self.before = holds.running(lab), holds.files(lab)
 
@@ -151,9 +152,93 @@ def test_cancelled_at_a_step_that_acts(scene: Scene) -> None:
     walk(scene, cancel(scene), ("begin the work",))
 
 
+def lose_worker(scene: Scene) -> Callable[[int, str], None]:
+    """SIGKILL to the worker alone: the run does not need it any more."""
+
+    def one(number: int, what: str) -> None:
+        run, steps = scene.run(number, act="wait")
+        steps.wait_reached()
+        scene.prefect.kill_worker()
+        steps.go()
+        assert scene.prefect.wait(run).type == StateType.COMPLETED
+        wait_until(f"worker killed at {what}: all is back", scene.is_back, 30)
+        wait_until(f"worker killed at {what}: the slot is free", scene.slot_is_free, 30)
+        scene.check(f"worker killed at {what}")
+        scene.prefect.repair()
+
+    return one
+
+
+def lose_server(scene: Scene) -> Callable[[int, str], None]:
+    """SIGKILL to Prefect's server, which comes back when all is over."""
+
+    def one(number: int, what: str) -> None:
+        run, steps = scene.run(number, act="wait")
+        steps.wait_reached()
+        scene.prefect.kill_server()
+        steps.go()
+        began = time.monotonic()
+        # Its client asks the dead server again and again before it gives up.
+        wait_until(f"server killed at {what}: all is back", scene.is_back, 300)
+        took = time.monotonic() - began
+        wait_until("the run is over", lambda: not scene.prefect.flow_processes(run), 300)
+        scene.check(f"server killed at {what}, back after {took:.0f} s")
+        scene.prefect.repair()
+
+    return one
+
+
+def lose_wire(scene: Scene) -> Callable[[int, str], None]:
+    """Packets to guest and node are dropped for a minute."""
+
+    def one(number: int, what: str) -> None:
+        run, steps = scene.run(number, act="wait")
+        steps.wait_reached()
+        with scene.lab.cut():
+            steps.go()
+            time.sleep(CUT_S)
+        began = time.monotonic()
+        state = scene.prefect.wait(run, timeout=300)
+        wait_until(f"cut off at {what}: all is back", scene.is_back, 60)
+        took = time.monotonic() - began
+        wait_until(f"cut off at {what}: the slot is free", scene.slot_is_free, 30)
+        scene.check(f"cut off for {CUT_S} s at {what}: {state.type}, back {took:.0f} s later")
+
+    return one
+
+
+def lose_guest(scene: Scene) -> Callable[[int, str], None]:
+    """The guest starts anew; its unit is enabled, as a service is."""
+
+    def one(number: int, what: str) -> None:
+        run, steps = scene.run(number, act="wait")
+        steps.wait_reached()
+        scene.lab.guest.restart()
+        steps.go()
+        state = scene.prefect.wait(run, timeout=300)
+        wait_until(f"guest restarted at {what}: all is back", scene.is_back, 60)
+        wait_until(f"guest restarted at {what}: the slot is free", scene.slot_is_free, 30)
+        scene.check(f"guest restarted at {what}: {state.type}")
+
+    return one
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("end", [kill, kill_with_worker, cancel])
+@pytest.mark.parametrize(
+    "end", [kill, kill_with_worker, cancel, lose_worker, lose_server, lose_wire]
+)
 def test_ended_at_each_remote_step(
     scene: Scene, end: Callable[[Scene], Callable[[int, str], None]]
 ) -> None:
     walk(scene, end(scene))
+
+
+@pytest.mark.exhaustive
+def test_restarted_at_each_remote_step(lab: Lab, prefect: Prefect, tmp_path: Path) -> None:
+    units.drop_in(lab, UNIT, "[Install]\nWantedBy=multi-user.target\n")
+    lab.do(f"systemctl enable --quiet {UNIT}")
+    try:
+        scene = Scene(lab, prefect, tmp_path, alone=True)
+        walk(scene, lose_guest(scene))
+    finally:
+        lab.do(f"systemctl disable --quiet {UNIT}")

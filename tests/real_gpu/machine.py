@@ -59,6 +59,7 @@ class Machine:
             "GPU_LAB_STATE": f"{self.folder}/state",
             "GPU_LAB_PROC": "/proc",
             "GPU_RECLAIM_DEVICE_PREFIXES": json.dumps([f"{self.folder}/dev/nvidia"]),
+            "GPU_RECLAIM_HOLD_FOLDER": str(self.folder),
         }
 
     def state(self, name: str, text: str) -> None:

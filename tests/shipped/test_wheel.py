@@ -109,6 +109,7 @@ def test_foreign_project_reclaims_as_a_subflow(
         "GPU_LAB_DEV": str(tmp_path / "dev"),
         "GPU_LAB_STATE": str(tmp_path / "state"),
         "GPU_RECLAIM_DEVICE_PREFIXES": f'["{tmp_path}/dev/nvidia"]',
+        "GPU_RECLAIM_HOLD_FOLDER": str(tmp_path),
     }
     said = run(python, "-m", "flows.pipeline", env=env, cwd=project)
 

@@ -101,7 +101,7 @@ def test_held_by_another_is_told_and_nothing_is_touched() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ("status unset\n", "cannot be held"),
+        ("status unset\n", "the hold cannot be set"),
         ("why systemctl does not show x\nstatus unshown\n", "systemctl does not show x"),
         ("status busy\n", "another script has been working at it"),
         ("", "makes no sense"),
