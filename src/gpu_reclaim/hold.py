@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpu_reclaim import causes, holding
-from gpu_reclaim.commands import Result, Script
+from gpu_reclaim.commands import Result, Script, Section
 from gpu_reclaim.errors import BadAnswer, HeldByOther, HoldBroken, HoldLost
 from gpu_reclaim.holding import Answer, Claim
 from gpu_reclaim.models import Lease, ReclaimPolicy, RestoredUnit, RestoreReport, Survey, Taken
@@ -21,6 +21,7 @@ from gpu_reclaim.restoring import parse_units
 from gpu_reclaim.session import Session
 from gpu_reclaim.steps import survey, units_to_stop
 from gpu_reclaim.systemd import dependents
+from gpu_reclaim.taking import LOST
 from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,23 @@ def renew(session: Session, hold_s: float) -> None:
     _sign(session, "keep the hold", body, SCRIPT_S)
 
 
+def only_ours(session: Session, body: str) -> str:
+    """Shell text of a part that acts, for a host that is locked: it acts only while it is ours."""
+    if not session.locked:
+        return body
+    return holding.only_ours(session.token, body, places=session.places)
+
+
+def check_ours(session: Session, section: Section, result: Result) -> None:
+    """Look whether a part that acts did.
+
+    Raises:
+        HoldLost: It did not, for the host was not ours any more.
+    """
+    if session.locked and section.code == LOST:
+        raise _lost(session, result)
+
+
 def prove(session: Session, hold_s: float) -> str:
     """Try to start every held unit and trigger; if each is refused, hold on for `hold_s` more.
 
@@ -288,10 +306,7 @@ def _need(session: Session, answer: Answer, result: Result) -> None:
     if answer.status == "taken":
         return
     if answer.status == "lost":
-        raise HoldLost(
-            f"{session.host}: the hold is no longer ours",
-            remedy=causes.HOLD_LOST.advice(),
-        )
+        raise _lost(session, result)
     if answer.status in ("broken", "unset", "unshown"):
         what = f"could be started although held: {', '.join(answer.broken)}"
         if not answer.broken:
@@ -300,6 +315,11 @@ def _need(session: Session, answer: Answer, result: Result) -> None:
             f"{session.host}: {what}", remedy=causes.HOLD_BROKEN.advice(), result=result
         )
     raise _unclear(session, answer.status, result)
+
+
+def _lost(session: Session, result: Result) -> HoldLost:
+    text = f"{session.host}: the hold is no longer ours"
+    return HoldLost(text, remedy=causes.HOLD_LOST.advice(), result=result)
 
 
 def _held_by_other(session: Session, answer: Answer) -> HeldByOther:

@@ -20,7 +20,17 @@ from gpu_reclaim.restoring import (
     parse_units,
     script_file,
 )
-from gpu_reclaim.taking import OURS, PROVE, READ, RELEASE, RENEW, TAKE, WHO
+from gpu_reclaim.taking import (
+    LOST,
+    ONLY_OURS,
+    OURS,
+    PROVE,
+    READ,
+    RELEASE,
+    RENEW,
+    TAKE,
+    WHO,
+)
 
 TRY_S = 10
 """Longest wait for a start that must be refused, in seconds: refusing takes none."""
@@ -118,6 +128,13 @@ def prove(claim: Claim, *, places: Places = HOST) -> str:
 def renew(claim: Claim, *, places: Places = HOST) -> str:
     """Shell text that prolongs the lease, if it is still ours and the hold is set."""
     return "\n".join([functions(places), claim.shell(), OURS, RENEW])
+
+
+def only_ours(token: str, body: str, *, places: Places = HOST) -> str:
+    """Shell text that does something, and nothing where the host is not that claim's any more."""
+    head = ONLY_OURS.replace("@PRELUDE@", filled(PRELUDE, places))
+    head = head.replace("@TOKEN@", shlex.quote(token)).replace("@LOST@", str(LOST))
+    return f"{head}{body}"
 
 
 def release(claim: Claim, *, places: Places = HOST) -> str:

@@ -163,7 +163,9 @@ def end_and_look(
         f"end {len(victims)} processes",
         ({"owners": systemd.show(others)} if others else {})
         | {
-            "end": signals.end(victims, namespace, grace_s=policy.term_grace_s),
+            "end": hold.only_ours(
+                session, signals.end(victims, namespace, grace_s=policy.term_grace_s)
+            ),
             "processes": scan(session.devices, units=session.units, everybody=bool(policy.match)),
         },
         timeout_s=signals.time_limit_s(policy.term_grace_s) + session.script_timeout_s,
@@ -172,6 +174,7 @@ def end_and_look(
     # Should the answer be lost, they are known as units that may run anew.
     session.owners |= dict.fromkeys(others, "")
     result = run(script)
+    hold.check_ours(session, result.section("end"), result)
     if others:
         states = systemd.parse_show(result.section("owners"))
         session.owners |= {x.name: x.invocation for x in states if x.name in others}

@@ -115,7 +115,9 @@ def _script(session: Session, names: Sequence[str], limit_s: float) -> Script:
     return Script(
         f"stop {', '.join(names)}",
         {
-            "stop": systemd.stop(names, limit_s=limit_s, never_kill=never_kill),
+            "stop": hold.only_ours(
+                session, systemd.stop(names, limit_s=limit_s, never_kill=never_kill)
+            ),
             "units": systemd.show_tree(names),
             "processes": processes.scan(session.devices, units=names),
         },
@@ -129,6 +131,7 @@ def _stop(session: Session, names: Sequence[str]) -> Result:
     """Stop units; those that refuse to be stopped by hand are left out if they do not run."""
     log.info("%s: stopping %s", session.host, ", ".join(names))
     result = session.links.run(_script(session, names, systemd.MAX_STOP_S))
+    hold.check_ours(session, result.section("stop"), result)
     if result.section("stop").code in _WHY_NOT:
         why, remedy = _WHY_NOT[result.section("stop").code]
         raise CommandFailed(
@@ -180,6 +183,7 @@ def _finish_stop(session: Session, after: Sequence[UnitState]) -> None:
         return
     log.warning("%s: %s did not stop in time", session.host, ", ".join(names))
     result = session.links.run(_script(session, names, LEFT_STOP_S))
+    hold.check_ours(session, result.section("stop"), result)
     still = [x for x in unit_states(session, result, names) if x.active]
     _refuse_unstopped(session, still, result)
 

@@ -184,6 +184,18 @@ tell status taken
 """Give up a lock that held no unit; nothing is started. Neither this nor taking such a lock needs
 systemd."""
 
+ONLY_OURS = r"""
+(
+@PRELUDE@
+valid && [ "$(value "$RUN/lease" token)" = @TOKEN@ ]
+) || { echo "lease lost"; exit @LOST@; }
+"""
+"""Ends a script that acts where the host is not ours any more: whoever sent it may have been held
+up for longer than its lease, and what it stopped then nobody would put back."""
+
+LOST = 76
+"""Exit status of a part that did not act because the host is not ours."""
+
 WHO = r"""
 ! valid || sed 's/^/lease /' "$RUN/lease"
 """

@@ -257,6 +257,31 @@ def test_a_cancelled_run_puts_back_at_once(lab: Lab, step: str) -> None:
     assert holds.traces(lab) == []
 
 
+@pytest.mark.parametrize("act", [f"stop {UNIT}", "end 5 processes"])
+def test_who_is_held_up_for_longer_than_its_lease_does_not_act(lab: Lab, act: str) -> None:
+    """As a suspended machine would be: the host has put back everything meanwhile."""
+    lab.start_server()
+    links = ways.links(lab)
+    run = links.run
+    back: list[int] = []
+
+    def held_up(script: Script) -> object:
+        if script.name == act:
+            holds.expire(lab)
+            holds.wait_back(lab, UNIT)
+            lab.wait_ready()
+            back.extend(lab.server_pids().values())
+        return run(script)
+
+    links.run = held_up  # type: ignore[method-assign,assignment]
+    with pytest.raises(GpusNotReclaimed) as caught:
+        holds.held(lab, ways=links)
+    assert "no longer ours" in caught.value.report.summary
+    assert sorted(lab.server_pids().values()) == sorted(back)
+    assert witness.state_of(lab) == "active"
+    assert holds.traces(lab) == []
+
+
 def test_a_held_unit_that_can_be_started_is_no_hold(lab: Lab) -> None:
     """A later drop-in takes the assertion back."""
     lab.start_server()

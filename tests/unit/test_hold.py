@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_reclaim import hold
-from gpu_reclaim.commands import Script
+from gpu_reclaim.commands import Script, Section
 from gpu_reclaim.errors import (
     BadAnswer,
     BadInput,
@@ -16,6 +16,7 @@ from gpu_reclaim.errors import (
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, RestoredUnit, Verdict
 from gpu_reclaim.reclaim import reclaim
 from gpu_reclaim.stopping import stop_systemd
+from gpu_reclaim.taking import LOST
 from unit.scenery import LEASE, LOCKS, Host, Scene, Unit, scene
 from unit.values import process
 
@@ -243,3 +244,22 @@ def test_a_restore_whose_end_is_not_known_is_an_error(answer: str) -> None:
     stage.host.holds[BACK] = answer
     with pytest.raises(BadAnswer):
         hold.restore(stage.session)
+
+
+@pytest.mark.parametrize("act", [f"stop {SGLANG}", "end 1 processes"])
+def test_who_was_held_up_longer_than_its_lease_does_not_act(act: str) -> None:
+    """The script itself looks whether the host is still ours."""
+    stage = serving()
+    carried_out = stage.host.carry_out
+
+    def held_up(script: Script) -> dict[str, str | Section]:
+        if script.name != act:
+            return carried_out(script)
+        (part,) = {"stop", "end"} & set(script.sections)
+        assert script.sections[part].index(stage.session.token) < 3000
+        rest = {name: body for name, body in script.sections.items() if name != part}
+        return {**carried_out(Script(act, rest)), part: Section("lease lost\n", LOST)}
+
+    stage.host.carry_out = held_up  # type: ignore[method-assign]
+    report = refused(stage)
+    assert "no longer ours" in report.summary
