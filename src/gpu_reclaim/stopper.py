@@ -58,9 +58,12 @@ class Stopper:
             else:
                 self._raise_later(ctypes.py_object(Stopped))
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._armed and self.error is not None:
             raise Stopped
+        if callable(self._before):
+            # It is for a stage around this one.
+            self._before(number, frame)
 
     def _raise_later(self, what: ctypes.py_object[type[Stopped]] | None) -> None:
         ident = ctypes.c_ulong(self._thread.ident or 0)
