@@ -183,6 +183,15 @@ def test_a_host_that_was_never_reached_counts_from_the_taking() -> None:
         made.beat_after(30)
 
 
+def test_every_sign_that_arrives_begins_the_count_anew() -> None:
+    made = watch()
+    made.beat_after(200)
+    made.taken.host.hook = cut
+    made.beat_after(200)
+    with pytest.raises(HoldLost, match="for 230 s"):
+        made.beat_after(30)
+
+
 def test_a_broken_connection_is_made_anew() -> None:
     made = watch()
     made.keeper.beat()
