@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,8 @@ class Handler(BaseHTTPRequestHandler):
     paths: list[str] = []  # noqa: RUF012 - one for each server, see `serving`
 
     def do_GET(self) -> None:
-        self.paths.append(self.path)
+        # `path` itself has lost a doubled slash.
+        self.paths.append(self.requestline.split()[1])
         self.send_response(self.code)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -113,6 +115,32 @@ def test_no_word_of_an_address_is_run(tools: str) -> None:
     section = asked("http://127.0.0.1:1/$(echo run >&2);echo health 200 '")
 
     assert parse_health(section) != Health(200)
+
+
+def test_the_interpreters_path_may_have_a_space(tools: str, tmp_path: Path) -> None:
+    python = tmp_path / "my venv" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    with serving(200) as (url, _):
+        assert parse_health(asked(url, str(python))) == Health(200)
+
+
+def test_another_service_on_its_port_is_no_missing_interpreter() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        health = parse_health(asked(f"http://127.0.0.1:{other.getsockname()[1]}"))
+        thread.join()
+
+    assert health is not None
+    assert (health.code, health.why) == (0, "SSH-2.0-OpenSSH_9.2")
 
 
 @pytest.mark.parametrize("python", ["/opt/no such/python3", "false"])
