@@ -126,6 +126,7 @@ class Pulse:
                 return
 
     def end(self, wait_s: float) -> None:
-        """End it; a check that is under way may go on for a while after `wait_s`."""
+        """End it, begun or not; a check under way may go on for a while after `wait_s`."""
         self._over.set()
-        self._thread.join(wait_s)
+        if self._thread.ident is not None:
+            self._thread.join(wait_s)
