@@ -334,6 +334,16 @@ def test_a_pulse_waits_before_its_first_call() -> None:
     assert calls == []
 
 
+def test_a_pulse_may_end_before_it_began() -> None:
+    calls: list[int] = []
+    made = Pulse("a pulse", lambda: calls.append(1), 0, lambda _: None)
+    made.end(LIMIT_S)
+    made.start()
+    made.end(LIMIT_S)
+
+    assert calls == []
+
+
 def test_a_failure_is_told_once_and_ends_the_pulse() -> None:
     told: list[Exception] = []
 
