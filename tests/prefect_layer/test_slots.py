@@ -23,6 +23,7 @@ from prefect.states import Cancelled
 from gpu_reclaim.errors import BadInput, HeldByOther, HoldLost
 from gpu_reclaim.tasks import slots
 from gpu_reclaim.tasks.slots import Slot, free_slot_of, host_slot, limit_name, read_slot
+from unit.values import said
 
 LIMIT_S = 30
 """Of every wait here; generous, so that no result hangs on a slow machine."""
@@ -130,13 +131,13 @@ def test_a_second_run_waits_until_the_first_is_over(
         reached = threading.Event()
         with host_slot(host):
             waiting, found = in_a_thread(lambda: [take(host, 1), reached.set()])
-            while not any("waiting, up to" in x.getMessage() for x in caplog.records):
+            while not any("waiting, up to" in x for x in said(caplog)):
                 assert waiting.is_alive()
             assert not reached.wait(0.2)
         waiting.join(LIMIT_S)
 
     assert (found, reached.is_set()) == ([], True)
-    assert sum("waiting, up to" in x.getMessage() for x in caplog.records) == 1
+    assert sum("waiting, up to" in x for x in said(caplog)) == 1
 
 
 def test_a_wait_has_an_end(host: str, quick: None) -> None:

@@ -18,7 +18,7 @@ from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import Family
 from gpu_reclaim.transport.scripted import ScriptedTransport
 from unit.scenery import LEASE, NAMESPACE, Host, Scene, Unit, scene
-from unit.values import process
+from unit.values import process, said
 
 SGLANG = "sglang.service"
 KEEP, WATCH = "keep the hold", "watch"
@@ -139,11 +139,11 @@ def test_a_host_that_is_away_for_a_while_is_no_loss(caplog: pytest.LogCaptureFix
         made.beat_after(10)
         made.beat_after(200)
 
-    said = [x.getMessage() for x in caplog.records]
-    assert [x for x in said if "no sign of life" in x] == [
+    lines = said(caplog)
+    assert [x for x in lines if "no sign of life" in x] == [
         "llm: no sign of life could be given: ssh: no answer"
     ]
-    assert said.count("llm: reached again") == 1
+    assert lines.count("llm: reached again") == 1
     assert made.told == []
 
 

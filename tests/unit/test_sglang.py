@@ -22,6 +22,7 @@ from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
 from unit.scenery import Host, Scene, scene
 from unit.shells import here
+from unit.values import said
 
 UNIT = "sglang.service"
 
@@ -209,11 +210,11 @@ def test_a_server_that_serves_already_is_not_waited_for() -> None:
 
 def test_a_server_that_never_serves_is_told_with_its_last_answer() -> None:
     made, server = loading([REFUSED, LOADS], ready_s=120)
-    serves, said = wait_healthy(made.session, server)
+    serves, why = wait_healthy(made.session, server)
 
     assert serves is False
-    assert said.startswith(f"{UNIT} did not serve within 11")
-    assert said.endswith(" s: HTTP 503")
+    assert why.startswith(f"{UNIT} did not serve within 11")
+    assert why.endswith(" s: HTTP 503")
     assert sum(made.clock.sleeps) <= 120
     assert max(made.clock.sleeps) == 10
 
@@ -248,5 +249,5 @@ def test_a_long_wait_says_now_and_then_that_it_waits(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "gpu_reclaim"):
         wait_healthy(made.session, server)
 
-    said = [x.getMessage() for x in caplog.records if "does not serve yet" in x.getMessage()]
-    assert said == [f"llm: {UNIT} does not serve yet: HTTP 503"] * 4
+    lines = [line for line in said(caplog) if "does not serve yet" in line]
+    assert lines == [f"llm: {UNIT} does not serve yet: HTTP 503"] * 4
