@@ -153,6 +153,7 @@ def _ensure(client: SyncPrefectClient, name: str) -> None:
 def _acquire(client: SyncPrefectClient, host: str, wait_s: float) -> UUID:
     name, end, said = limit_name(host), time.monotonic() + wait_s, False
     holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.id)) if flow_run.id else None
+    freed = ""
     while True:
         try:
             answer = client.increment_concurrency_slots_with_lease(
@@ -167,9 +168,11 @@ def _acquire(client: SyncPrefectClient, host: str, wait_s: float) -> UUID:
             _ensure(client, name)  # somebody has just removed it
             continue
         slot = read_slot(client, host)
-        if slot is not None and _is_over(client, slot):
+        if slot is not None and slot.lease != freed and _is_over(client, slot):
             log.warning("%s: freeing the slot of a run that is over: %s", host, slot)
             _free(client, host, slot.lease)
+            freed = slot.lease
+            continue
         left = end - time.monotonic()
         if left <= 0:
             raise _taken(host, slot)

@@ -153,7 +153,9 @@ def put_back_at_the_end(
         yield
     except Stopped:
         _finish(exclusive, session, None)
-        raise (exclusive.stopper.error or RuntimeError("stopped for no reason")) from None
+        if exclusive.stopper.error is None:
+            raise  # a block around this one is stopped
+        raise exclusive.stopper.error from None
     except BaseException as error:
         exclusive.note(f"the block ended with {type(error).__name__}: {_short(error)}")
         # Who cancels does not wait for a model to load.

@@ -12,7 +12,7 @@ from gpu_reclaim.errors import GpuReclaimError, HoldLost, Intruded
 from gpu_reclaim.models import Intruder, Process, ReclaimPolicy, Survey
 from gpu_reclaim.owners import owner
 from gpu_reclaim.restoring import STAGE
-from gpu_reclaim.session import Session, look
+from gpu_reclaim.session import Session, look, runs_here
 from gpu_reclaim.victims import choose
 
 log = logging.getLogger(__name__)
@@ -96,12 +96,14 @@ class Keeper:
         if self._session is None:
             self._session = self._reopen()
             self._session.token, self._session.held = self._taken.token, self._taken.held
+            # A transient unit is gone since it was stopped, and only who saw it before knows it.
+            self._session.known_units = set(self._taken.known_units)
         return self._session
 
     def _look(self, session: Session) -> Survey:
         partly = bool(self._policy.gpus)
         seen = look(session, "watch", gpus=partly, apps=partly, everybody=self._here)
-        if os.getpid() in seen.table.ourselves and not self._here:
+        if not self._here and runs_here(session, seen.table):
             # This very machine: who is a child of ours is seen among all processes alone.
             self._here = True
             return self._look(session)
@@ -132,7 +134,7 @@ class Keeper:
                 owner=str(owner(x.cgroups)),
                 devices=x.devices,
             )
-            for x in strangers(seen, self._policy, self._taken.protect)
+            for x in strangers(seen, self._policy, self._taken.protect, here=self._here)
         ]
         held = self._taken.held or []
         return rows + [
@@ -155,18 +157,21 @@ class Keeper:
             )
 
 
-def strangers(seen: Survey, policy: ReclaimPolicy, protect: Sequence[str] = ()) -> list[Process]:
+def strangers(
+    seen: Survey, policy: ReclaimPolicy, protect: Sequence[str] = (), *, here: bool = False
+) -> list[Process]:
     """Unprotected holders of wanted GPUs that are neither the stage's nor ours.
 
     Args:
         seen: With every process, where this process is on the same machine.
         policy: Which GPUs are wanted, and whom it protects.
         protect: The host's own protected names.
+        here: This process is on the same machine, so who descends from it is the stage's.
     """
     policy = policy.model_copy(update={"match": []})
     choice = choose(seen.table, seen.reading, policy, protect=protect)
     parents = {x.pid: x.ppid for x in seen.table.processes}
-    ours = {os.getpid()} & set(seen.table.ourselves)
+    ours = {os.getpid()} if here else set()
     return [
         x
         for x in choice.victims

@@ -202,10 +202,16 @@ def _reading(result: Result, *, gpus: bool, apps: bool) -> GpuReading:
 def seen_processes(session: Session, result: Result) -> ProcessTable:
     """The processes in an answer; this process counts as ourselves where it runs on the host."""
     table = processes.parse_scan(result, result.section("processes"), session.devices)
-    me = session.me
-    if me.boot_id and (me.boot_id, me.namespace) == (table.boot_id, table.pid_namespace):
-        table.ourselves += me.pids
+    if runs_here(session, table):
+        table.ourselves += session.me.pids
     return table
+
+
+def runs_here(session: Session, table: ProcessTable) -> bool:
+    """This process runs on the host itself, and its pids are those of the table."""
+    me = session.me
+    here = (me.boot_id, me.namespace) == (table.boot_id, table.pid_namespace)
+    return bool(me.boot_id) and here
 
 
 def _table(session: Session, result: Result, *, with_fuser: bool) -> ProcessTable:

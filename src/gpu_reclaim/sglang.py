@@ -12,13 +12,13 @@ ANSWER_S = 25
 (SGLANG_HEALTH_CHECK_TIMEOUT)."""
 
 _ASK = """
-import sys, urllib.error, urllib.request
+import http.client, sys, urllib.error, urllib.request
 ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 try:
     print("health", ask(sys.argv[1], timeout=float(sys.argv[2])).status)
 except urllib.error.HTTPError as error:
     print("health", error.code)
-except OSError as error:
+except (OSError, http.client.HTTPException) as error:
     print("health 0", " ".join(str(error).split()))
 """
 

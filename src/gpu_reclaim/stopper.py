@@ -61,8 +61,8 @@ class Stopper:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._armed and self.error is not None:
             raise Stopped
-        # Meant for a block around this one.
         if callable(self._before):
+            # It is for a stage around this one.
             self._before(number, frame)
 
     def _raise_later(self, what: ctypes.py_object[type[Stopped]] | None) -> None:
@@ -126,6 +126,7 @@ class Pulse:
                 return
 
     def end(self, wait_s: float) -> None:
-        """End it; a check that is under way may go on for a while after `wait_s`."""
+        """End it, begun or not; a check under way may go on for a while after `wait_s`."""
         self._over.set()
-        self._thread.join(wait_s)
+        if self._thread.ident is not None:
+            self._thread.join(wait_s)

@@ -11,6 +11,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from gpu_reclaim.session import Session
 from gpu_reclaim.tasks import host as host_tasks
+from gpu_reclaim.tasks import restoring, stage
 from prefect_layer.pretend_host import PretendHost, serving
 
 
@@ -30,10 +31,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendHost:
     host = serving()
 
     class Block:
-        def session(self, name: str, *, via: str) -> Session:
+        def session(self, name: str, *, via: str = "auto") -> Session:
             return host.session(name)
 
-    monkeypatch.setattr(host_tasks, "load_host", lambda name: Block())
+    for module in (host_tasks, restoring, stage):
+        monkeypatch.setattr(module, "load_host", lambda name: Block())
     return host
 
 

@@ -11,6 +11,9 @@ from gpu_reclaim.session import Session
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
 
+OTHER = "lease token another\nlease owner the nightly run\nlease since 10:00\nlease expires 11:00\n"
+"""What the host says of another run's lease."""
+
 NAMESPACE = "pid:[4026532201]"
 UUIDS = [f"GPU-0000000{index}-0000-4000-8000-000000000000" for index in range(2)]
 
@@ -35,6 +38,13 @@ class PretendHost:
         holders: Processes that hold a GPU now.
         stuck_mib: Memory in use with no holder, per GPU.
         smi_code: Exit status of nvidia-smi.
+        taken: Another run has the host's lease.
+        token: Of the lease of ours.
+        runs: Ids of the runs on that lease.
+        record: Units to be put back.
+        broken: They do not start again.
+        healths: What the server answers, one after the other, the last for ever.
+        asked: Names of all scripts so far; those that change something in `wrote`.
         trouble: Called with each script first; it may raise.
     """
 
@@ -42,6 +52,14 @@ class PretendHost:
     active: bool = True
     stuck_mib: int = 0
     smi_code: int = 0
+    taken: bool = False
+    token: str = ""
+    runs: str = ""
+    record: list[str] = field(default_factory=list)
+    broken: bool = False
+    healths: list[str] = field(default_factory=lambda: ["200"])
+    asked: list[str] = field(default_factory=list)
+    wrote: list[str] = field(default_factory=list)
     trouble: Callable[[Script], None] = lambda _: None
     ended: list[tuple[int, str]] = field(default_factory=list)
     stops: int = 0
@@ -60,12 +78,50 @@ class PretendHost:
             self.trouble(script)
         except Exception as error:
             return error
-        return {name: self._section(name, body) for name, body in script.sections.items()}
+        return self._carry_out(script)
 
     def answer_quietly(self, script: Script) -> None:
         """Do what a script says, and lose the answer."""
-        for name, body in script.sections.items():
-            self._section(name, body)
+        self._carry_out(script)
+
+    def _carry_out(self, script: Script) -> dict[str, str | Section]:
+        self.asked.append(script.name)
+        self.wrote += [script.name] if script.writes else []
+        return {
+            name: Section(self._hold(script.name, body), 0)
+            if name == "hold"
+            else self._section(name, body)
+            for name, body in script.sections.items()
+        }
+
+    def _hold(self, script: str, body: str) -> str:
+        if script == "put back what was stopped":
+            return self._put_back(body.rpartition("restore ")[2].strip("'"))
+        if self.taken:
+            return f"{OTHER}status {'lost' if script == 'keep the hold' else 'held'}\n"
+        words = dict(re.findall(r"^(TOKEN|RUNS|OWN)='?([^'\n]*?)'?(?: ORDER.*)?$", body, re.M))
+        if script in ("take the host", "lock the host"):
+            self.token, self.runs = words["TOKEN"], words["RUNS"]
+            self.record = ["sglang.service"] if words["OWN"] and self.active else []
+        if words["TOKEN"] != self.token:
+            return "status lost\n"
+        if script == "unlock the host":
+            self.token = self.runs = ""
+        return "lease owner me\nlease since 10:00\nlease expires 11:00\nstatus taken\n"
+
+    def _put_back(self, whose: str) -> str:
+        run = whose.removeprefix("run:")
+        ours = run in self.runs.split() if run != whose else whose in ("any", self.token)
+        if self.taken or not ours:
+            return f"status {'other' if self.taken or self.token else 'nothing'}\n"
+        rows = [f"unit {x} {'failed' if self.broken else 'started'}" for x in self.record]
+        self.active = self.active or (bool(rows) and not self.broken)
+        self.record, self.token, self.runs = [], "", ""
+        status = "failed" if self.broken and rows else "done"
+        return "\n".join(["owner me", *rows, f"status {status}", ""])
+
+    def _health(self) -> str:
+        return f"health {self.healths.pop(0) if len(self.healths) > 1 else self.healths[0]}"
 
     def _section(self, name: str, body: str) -> Section:
         if name == "stop":
@@ -80,6 +136,8 @@ class PretendHost:
             "gpus": self._gpus,
             "units": self._unit,
             "processes": self._processes,
+            "health": self._health,
+            "lease": lambda: OTHER if self.taken else "",
         }
         code = self.smi_code if name == "gpus" else 0
         return Section(texts.get(name, lambda: "")(), code)

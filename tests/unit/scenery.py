@@ -97,6 +97,7 @@ class Host:
         immortal: Pids that stay in state D whatever they are sent.
         lingering: Pids that stay when their unit is stopped.
         hook: Called with each script before it is answered.
+        scanned: More lines of the look through /proc.
         lease: Who holds the host at present, as its first look prints it.
         holds: What scripts of a hold print, by their names; by default that all is well.
     """
@@ -111,6 +112,7 @@ class Host:
     fuser: str = ""
     mps: str = ""
     apps: str = ""
+    scanned: str = ""
     driver: str = "590.48.01"
     mig: str = "[N/A]"
     lease: str = ""
@@ -128,7 +130,7 @@ class Host:
         """Do what the script says, section by section."""
         parts: dict[str, Callable[[str], str]] = {
             "identity": lambda _: "hostname llm\nmachine-id a1b2\n",
-            "processes": lambda _: scan_text(self.processes),
+            "processes": lambda _: scan_text(self.processes) + self.scanned,
             "apps": lambda _: (
                 "".join(
                     f"app {UUIDS[index]}, {pid}, {mib}\n"

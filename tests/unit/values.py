@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpu_reclaim.models import Gpu, GpuApp, GpuReading, Process, ProcessTable
 
 UUIDS = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcdef"]
@@ -52,3 +54,8 @@ def table(*processes: Process, **more: object) -> ProcessTable:
         "processes": list(processes),
     }
     return ProcessTable.model_validate(values | more)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged, each line once: a logger that propagates nothing is captured twice."""
+    return [x.getMessage() for x in {id(x): x for x in caplog.records}.values()]
