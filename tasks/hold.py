@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from gpu_reclaim import hold
+from gpu_reclaim import claiming, hold
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy, RestoreReport, Survey, Taken
 from gpu_reclaim.tasks.host import open_host, ops_task, with_defaults
@@ -33,7 +33,7 @@ def take_hold(host: str, policy: ReclaimPolicy, before: Survey) -> Taken:
     """
     policy = with_defaults(policy)
     with open_host(host, policy.via) as session:
-        return hold.take(session, policy, before, this_run())
+        return claiming.take(session, policy, before, this_run())
 
 
 @ops_task("prove_hold")

@@ -9,7 +9,7 @@ from prefect import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
-from gpu_reclaim.hold import Holder, default_owner
+from gpu_reclaim.claiming import Holder, default_owner
 
 
 def this_run() -> Holder:

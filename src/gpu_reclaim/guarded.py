@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpu_reclaim import hold
+from gpu_reclaim import claiming, hold
 from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed, TransportError
 from gpu_reclaim.models import RestoreReport
 from gpu_reclaim.record import Record
@@ -46,7 +46,7 @@ def put_back_unless_good(record: Record) -> Iterator[None]:
 
 def _give_up(session: Session) -> None:
     try:
-        hold.release(session)
+        claiming.release(session)
     except GpuReclaimError as error:
         log.warning(
             "%s: the lock could not be given up (%s); it is over in %.0f s",

@@ -29,7 +29,17 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from gpu_reclaim import causes, hold, releasing, settling, steps, stopping, verdict, verifying
+from gpu_reclaim import (
+    causes,
+    claiming,
+    hold,
+    releasing,
+    settling,
+    steps,
+    stopping,
+    verdict,
+    verifying,
+)
 from gpu_reclaim.again import stopped_along
 from gpu_reclaim.errors import BadInput, GpuReclaimError, GpusNotReclaimed
 from gpu_reclaim.evidence import Evidence
@@ -243,7 +253,7 @@ def reclaim(session: Session, policy: ReclaimPolicy) -> ReclaimReport:
             refuse_hopeless(record)
             if policy.mode == "plan":
                 return accept(plan(record))
-            if record.took(hold.take(session, policy, _surveyed(record))):
+            if record.took(claiming.take(session, policy, _surveyed(record))):
                 record.surveyed(steps.survey(session, policy))
                 refuse_hopeless(record)
             units = record.before.units if record.before else []

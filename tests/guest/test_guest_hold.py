@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gpu_reclaim import hold
+from gpu_reclaim import claiming, hold
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import GpusNotReclaimed
 from gpu_reclaim.models import ReclaimPolicy, Verdict
@@ -128,7 +128,7 @@ def test_a_second_taker_is_told_who_holds(lab: Lab) -> None:
         holds.held(lab)
     second = caught.value.report
     assert second.verdict == Verdict.UNKNOWN
-    assert f"held by {hold.default_owner()} since " in second.summary
+    assert f"held by {claiming.default_owner()} since " in second.summary
     assert f"until {report.held_until}; nothing was touched" in second.summary
     assert "restore-services" in second.remedy
     assert (second.stopped, second.ended, second.restored) == ([], [], [])
