@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from gpu_reclaim import claiming, hold
 from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed, TransportError
-from gpu_reclaim.models import RestoreReport
+from gpu_reclaim.models import RestoredUnit, RestoreReport
 from gpu_reclaim.record import Record
-from gpu_reclaim.session import Session
+from gpu_reclaim.session import Session, look
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,11 @@ def put_back(session: Session, *, tries: bool = True) -> RestoreReport:
     """
     log.info("%s: putting back what was stopped", session.host)
     began, pause = session.clock(), PAUSES_S[0]
+    held, lost = session.held or [], False
     while True:
         try:
-            return hold.restore(session)
+            report = hold.restore(session)
+            return _found_back(session, held, report) if lost else report
         except GpuReclaimError as error:
             late = session.clock() - began + pause > (PUT_BACK_S if tries else PAUSES_S[1])
             if late or not isinstance(error, TransportError):
@@ -80,6 +82,25 @@ def put_back(session: Session, *, tries: bool = True) -> RestoreReport:
                     complete=False,
                 )
             log.warning("%s: %s; again in %d s", session.host, error.message, pause)
+            lost = True
             session.links.close()
             session.sleep(pause)
             pause = min(pause * 2, PAUSES_S[1])
+
+
+def _found_back(session: Session, held: Sequence[str], report: RestoreReport) -> RestoreReport:
+    """The report of an attempt that found it done: the answer of the one that did it was lost."""
+    if report.restored:
+        return report
+    try:
+        states = look(session, "look at units", gpus=False).units
+    except GpuReclaimError as error:
+        log.warning("%s: what became of its units is not known: %s", session.host, error.message)
+        return report
+    active = [state.name for state in states if state.active and state.name in held]
+    summary = (
+        "put back already, by the host itself or by an attempt whose answer was lost; active "
+        f"again: {', '.join(active) or 'no unit of the host'}"
+    )
+    rows = [RestoredUnit(unit=name, outcome="running") for name in active]
+    return report.model_copy(update={"summary": summary, "restored": rows})

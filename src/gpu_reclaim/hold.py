@@ -78,6 +78,7 @@ def prove(session: Session, hold_s: float) -> str:
     """
     body = holding.prove(claim(session, ttl_s=hold_s), places=session.places)
     answer = _sign(session, "prove the hold", body, UNITS_S)
+    session.lease_s = hold_s
     log.info("%s: a start was refused of %s", session.host, ", ".join(answer.units) or "no unit")
     return answer.lease.expires if answer.lease else ""
 

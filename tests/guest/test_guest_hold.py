@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gpu_reclaim import claiming, hold
+from gpu_reclaim import claiming, hold, signals
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import GpusNotReclaimed
 from gpu_reclaim.models import ReclaimPolicy, Verdict
@@ -220,7 +220,8 @@ def test_a_unit_that_does_not_start_stays_on_the_record(lab: Lab) -> None:
     assert holds.traces(lab) == []
 
 
-def test_a_bad_verdict_puts_back_at_once(lab: Lab) -> None:
+def test_a_bad_verdict_puts_back_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "KILL_WAIT_S", 1)
     lab.start_server()
     pid = lab.hold("--gpus", "0", "--mib", "500", "--ignore-term")
     lab.freeze(pid)

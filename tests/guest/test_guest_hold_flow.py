@@ -7,7 +7,7 @@ import json
 import pytest
 from prefect import flow
 
-from gpu_reclaim import releasing
+from gpu_reclaim import releasing, signals
 from gpu_reclaim.errors import GpusNotReclaimed, NotRestored
 from gpu_reclaim.flows import reclaim_gpus, restore_services
 from gpu_reclaim.models import ReclaimReport, Verdict
@@ -77,7 +77,8 @@ def test_a_failed_start_fails_the_restore_and_carries_the_report(lab: Lab) -> No
     assert restore_services("lab").complete
 
 
-def test_a_bad_verdict_is_put_back_and_told(lab: Lab) -> None:
+def test_a_bad_verdict_is_put_back_and_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "KILL_WAIT_S", 1)
     ways.save_host(lab)
     lab.start_server()
     units.drop_in(lab, UNIT, "[Service]\nExecStopPost=/bin/sh -c 'touch /run/lab-stopped'\n")

@@ -14,7 +14,7 @@ from guest.stepping import Stepping
 from guest.ways import UNIT
 from lab.lab import Lab
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.exhaustive]
 
 DEPLOYMENT = "reclaim-gpus/reclaim-gpus"
 PARAMETERS: dict[str, Any] = {"host": "lab", "policy": {"hold_minutes": 5, **holds.QUICK}}
@@ -40,7 +40,6 @@ def test_a_killed_run_leaves_a_host_that_puts_all_back(
     killed(lab, prefect, Stepping(tmp_path / "steps", at="take the host"))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["during", "after"])
 def test_so_does_one_killed_with_its_worker(
     lab: Lab, prefect: Prefect, tmp_path: Path, when: Literal["during", "after"]
@@ -65,7 +64,6 @@ def killed(lab: Lab, prefect: Prefect, steps: Stepping) -> None:
     assert len(witness.of_unit(lab, UNIT)) == 6
 
 
-@pytest.mark.exhaustive
 def test_a_run_cancelled_at_a_step_puts_all_back(
     lab: Lab, prefect: Prefect, tmp_path: Path
 ) -> None:
@@ -80,7 +78,6 @@ def test_a_run_cancelled_at_a_step_puts_all_back(
     assert not holds.traces(lab)
 
 
-@pytest.mark.exhaustive
 def test_a_run_outlives_its_server_and_worker(lab: Lab, prefect: Prefect, tmp_path: Path) -> None:
     lab.start_server()
     steps = Stepping(tmp_path / "steps", at=STOP, act="wait")
@@ -94,7 +91,6 @@ def test_a_run_outlives_its_server_and_worker(lab: Lab, prefect: Prefect, tmp_pa
     assert holds.start(lab, UNIT) == (1, "inactive")
 
 
-@pytest.mark.exhaustive
 def test_a_run_whose_wire_is_cut_fails_and_the_host_puts_all_back(
     lab: Lab, prefect: Prefect, tmp_path: Path
 ) -> None:
