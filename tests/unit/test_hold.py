@@ -263,3 +263,24 @@ def test_who_was_held_up_longer_than_its_lease_does_not_act(act: str) -> None:
     stage.host.carry_out = held_up  # type: ignore[method-assign]
     report = refused(stage)
     assert "no longer ours" in report.summary
+
+
+def test_what_a_lost_attempt_put_back_is_told() -> None:
+    stage = serving()
+    tries: list[str] = []
+
+    def lossy(script: Script) -> None:
+        if script.name == "verify_nvidia_smi":
+            stage.host.used[0] = 5000
+        if script.name == BACK:
+            tries.append(script.name)
+            stage.host.holds[BACK] = "status nothing\n"
+            if len(tries) == 1:
+                stage.host.units[SGLANG].active = "active"
+                raise LinkLost("ssh: gone")
+
+    stage.host.hook = lossy
+    report = refused(stage)
+    assert len(tries) == 2
+    assert [(x.unit, x.outcome) for x in report.restored] == [(SGLANG, "running")]
+    assert f"answer was lost; active again: {SGLANG}" in report.restore
