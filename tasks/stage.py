@@ -11,7 +11,7 @@ from datetime import datetime
 
 from prefect.events import emit_event
 
-from gpu_reclaim.errors import BadInput, GpuReclaimError, NotRestored
+from gpu_reclaim.errors import BadInput, GpuReclaimError, HoldRefused, NotRestored
 from gpu_reclaim.guarded import put_back
 from gpu_reclaim.keeper import STAGE_COMMAND, Keeper
 from gpu_reclaim.models import Intruder, ReclaimPolicy, ReclaimReport, RestoreReport
@@ -119,9 +119,12 @@ def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Itera
         exclusive.note(f"intruder: {intruder}")
         event(exclusive.host, "intruder", intruder.model_dump(mode="json"))
 
-    def failed(error: Exception) -> None:
-        exclusive.note(f"the stage is stopped: {_short(error)}")
+    def lost(error: Exception) -> None:
+        exclusive.note(f"the GPUs are not ours any more: {_short(error)}")
         event(exclusive.host, "lost", {"why": _short(error)})
+
+    def failed(error: Exception) -> None:
+        lost(error)
         exclusive.stopper.stop(error)
 
     keeper = Keeper(session, lambda: block.session(session.host, via=policy.via), policy, tell)
@@ -134,6 +137,13 @@ def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Itera
     pulse.start()
     try:
         yield
+        if pulse.end(JOIN_S):
+            # What was lost since the last look was not ours to the end.
+            try:
+                keeper.beat()
+            except HoldRefused as error:
+                lost(error)
+                raise
     finally:
         _blocks.reset(token)
         pulse.end(JOIN_S)

@@ -125,8 +125,13 @@ class Pulse:
                     self._failed(error)
                 return
 
-    def end(self, wait_s: float) -> None:
-        """End it, begun or not; a check under way may go on for a while after `wait_s`."""
+    def end(self, wait_s: float) -> bool:
+        """End it, begun or not; a check under way may go on for a while after `wait_s`.
+
+        Returns:
+            No check is under way any more.
+        """
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join(wait_s)
+        return not self._thread.is_alive()
