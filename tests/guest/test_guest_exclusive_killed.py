@@ -6,6 +6,8 @@ test-exhaustive`; some of them, where most is different, by `make test`.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,10 @@ from uuid import UUID
 import pytest
 from prefect.client.schemas.objects import StateType
 
+from gpu_reclaim.errors import GpusNotReclaimed
+from gpu_reclaim.flows import reclaim_gpus
 from gpu_reclaim.tasks.slots import limit_name, read_slot
-from guest import holds, pipelines, units, witness
+from guest import holds, pipelines, units, ways, witness
 from guest.real_prefect import Prefect
 from guest.stepping import Stepping
 from guest.ways import UNIT
@@ -27,6 +31,9 @@ pytestmark = pytest.mark.lab
 
 PARAMETERS: dict[str, Any] = {"host": "lab", "policy": {"hold_minutes": 5, **holds.QUICK}}
 SAMPLE = ("take the host", "begin the work")
+ONLY = tuple(filter(None, os.environ.get("GPU_LAB_ONLY", "").split(",")))
+"""Names of steps, to walk those alone."""
+
 CUT_S = 60
 MOST_S = 10
 """After a cancel all is back within so many seconds."""
@@ -144,6 +151,34 @@ def cancel(scene: Scene) -> Callable[[int, str], None]:
     return one
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("prefect_server")
+def test_runs_of_two_servers_keep_off_each_other(
+    lab: Lab, prefect: Prefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of one server holds the host; a run of the other is told so, or waits."""
+    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", '["/dev/nvidia"]')
+    ways.save_host(lab)
+    lab.start_server()
+    deployment = prefect.deploy(f"{pipelines.__file__}:evaluation")
+    steps = Stepping(tmp_path / "steps", at="begin the work", act="wait")
+    run = prefect.submit(deployment, PARAMETERS, steps.env)
+    steps.wait_reached()
+    with pytest.raises(GpusNotReclaimed, match="held by Prefect run reclaim-lab") as caught:
+        reclaim_gpus("lab", holds.policy(0))
+    assert f"{prefect.url.removesuffix('/api')}/" in str(caught.value)
+    other = threading.Thread(target=reclaim_gpus, args=("lab", holds.policy(0, wait_minutes=2)))
+    other.start()
+    time.sleep(4)
+    assert other.is_alive()
+    steps.go()
+    assert prefect.wait(run).type == StateType.COMPLETED
+    other.join(60)
+    assert not other.is_alive()
+    assert lab.server_pids() == {}
+    assert holds.traces(lab) == []
+
+
 def test_killed_after_a_step_that_acts(scene: Scene) -> None:
     walk(scene, kill(scene), SAMPLE)
 
@@ -230,7 +265,7 @@ def lose_guest(scene: Scene) -> Callable[[int, str], None]:
 def test_ended_at_each_remote_step(
     scene: Scene, end: Callable[[Scene], Callable[[int, str], None]]
 ) -> None:
-    walk(scene, end(scene))
+    walk(scene, end(scene), ONLY)
 
 
 @pytest.mark.exhaustive
@@ -239,6 +274,6 @@ def test_restarted_at_each_remote_step(lab: Lab, prefect: Prefect, tmp_path: Pat
     lab.do(f"systemctl enable --quiet {UNIT}")
     try:
         scene = Scene(lab, prefect, tmp_path, alone=True)
-        walk(scene, lose_guest(scene))
+        walk(scene, lose_guest(scene), ONLY)
     finally:
         lab.do(f"systemctl disable --quiet {UNIT}")
