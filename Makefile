@@ -20,7 +20,7 @@ kinds: .venv/dev
 	sh tests/lab/install.sh
 	$(BIN)/pytest -q tests/guest/test_guest_kinds.py tests/unit/test_kinds.py
 
-## make test-exhaustive   the long walks: thousands of random examples a property, reused pids
+## make test-exhaustive   the long walks: thousands of random examples, runs killed at every step
 test-exhaustive: .venv/dev
 	$(BIN)/pytest -m exhaustive tests
 
