@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
+from httpx import HTTPError
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 
@@ -21,7 +24,14 @@ from gpu_reclaim.models import (
     Verdict,
 )
 
+log = logging.getLogger(__name__)
+
 Row = dict[str, str]
+
+AWAY_S = 120
+"""For so long no artifact is written after one could not be, in seconds."""
+
+_away = {"until": 0.0}
 
 
 def slug(*parts: str) -> str:
@@ -36,14 +46,29 @@ def in_a_run() -> bool:
 
 def table(key: str, rows: Sequence[Row], description: str) -> None:
     """Write a table artifact, if there is a run to attach it to and anything to show."""
-    if rows and in_a_run():
-        create_table_artifact(table=list(rows), key=key, description=description)
+    if rows:
+        write(lambda: create_table_artifact(table=list(rows), key=key, description=description))
 
 
 def markdown(key: str, text: str, description: str) -> None:
     """Write a markdown artifact, if there is a run to attach it to."""
-    if in_a_run():
-        create_markdown_artifact(markdown=text, key=key, description=description)
+    write(lambda: create_markdown_artifact(markdown=text, key=key, description=description))
+
+
+def write(create: Callable[[], object]) -> object:
+    """Write an artifact, if there is a run to attach it to; None where it could not be written.
+
+    A page is for people to read: without Prefect's server the work goes on, and the client's own
+    patience (a minute) is tried once, not for each artifact.
+    """
+    if not in_a_run() or time.monotonic() < _away["until"]:
+        return None
+    try:
+        return create()
+    except HTTPError as error:
+        log.warning("an artifact could not be written, nor will the next ones be: %s", error)
+        _away["until"] = time.monotonic() + AWAY_S
+        return None
 
 
 def gpu_rows(before: Iterable[Gpu], after: Iterable[Gpu] = ()) -> list[Row]:

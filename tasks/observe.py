@@ -100,8 +100,7 @@ class _Progress:
         self._said = sample.seconds
         holders = f", held by {'; '.join(sample.holders)}" if sample.holders else ""
         log.info("%s: %d MiB still in use%s", self._host, used, holders)
-        if artifacts.in_a_run():
-            self._show(100.0 * (1 - used / self._most) if self._most else 100.0)
+        artifacts.write(lambda: self._show(100.0 * (1 - used / self._most)))
 
     def _show(self, percent: float) -> None:
         if self._artifact is None:
