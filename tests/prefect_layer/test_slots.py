@@ -23,6 +23,7 @@ from prefect.states import Cancelled
 from gpu_reclaim.errors import BadInput, HeldByOther, HoldLost
 from gpu_reclaim.tasks import slots
 from gpu_reclaim.tasks.slots import Slot, free_slot_of, host_slot, limit_name, read_slot
+from unit.actors import wait_for
 from unit.values import said
 
 LIMIT_S = 30
@@ -131,8 +132,7 @@ def test_a_second_run_waits_until_the_first_is_over(
         reached = threading.Event()
         with host_slot(host):
             waiting, found = in_a_thread(lambda: [take(host, 1), reached.set()])
-            while not any("waiting, up to" in x for x in said(caplog)):
-                assert waiting.is_alive()
+            wait_for(lambda: any("waiting, up to" in x for x in said(caplog)), "the wait")
             assert not reached.wait(0.2)
         waiting.join(LIMIT_S)
 
@@ -255,6 +255,24 @@ def test_the_slot_of_another_run_is_not_freed_with_our_lost_one(
     assert in_use(client, host) == 1
     assert slot_of(client, host).lease == other
     client.release_concurrency_slots_with_lease(UUID(other))
+
+
+def test_who_comes_while_a_slot_is_being_freed_keeps_slot_and_name(
+    host: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, others = SyncPrefectClient.release_concurrency_slots_with_lease, []
+
+    def release(self: SyncPrefectClient, lease: UUID) -> object:
+        answer = real(self, lease)
+        if not others:
+            others.append(acquired(client, host))
+        return answer
+
+    monkeypatch.setattr(SyncPrefectClient, "release_concurrency_slots_with_lease", release)
+    take(host)
+
+    assert in_use(client, host) == 1
+    assert [slot_of(client, host).lease] == others
 
 
 def acquired(client: SyncPrefectClient, host: str, runs: list[str] | None = None) -> str:
