@@ -257,22 +257,20 @@ def test_the_slot_of_another_run_is_not_freed_with_our_lost_one(
     client.release_concurrency_slots_with_lease(UUID(other))
 
 
-def test_who_comes_while_a_slot_is_being_freed_keeps_slot_and_name(
+def test_the_name_goes_while_nobody_else_can_have_the_slot(
     host: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, others = SyncPrefectClient.release_concurrency_slots_with_lease, []
+    """Afterwards it may be the next run's name already."""
+    real, then = SyncPrefectClient.delete_variable_by_name, []
 
-    def release(self: SyncPrefectClient, lease: UUID) -> object:
-        answer = real(self, lease)
-        if not others:
-            others.append(acquired(client, host))
-        return answer
+    def delete(self: SyncPrefectClient, name: str) -> None:
+        then.append(in_use(client, host))
+        real(self, name)
 
-    monkeypatch.setattr(SyncPrefectClient, "release_concurrency_slots_with_lease", release)
+    monkeypatch.setattr(SyncPrefectClient, "delete_variable_by_name", delete)
     take(host)
 
-    assert in_use(client, host) == 1
-    assert [slot_of(client, host).lease] == others
+    assert then == [1]
 
 
 def acquired(client: SyncPrefectClient, host: str, runs: list[str] | None = None) -> str:
