@@ -245,13 +245,17 @@ def _free(client: SyncPrefectClient, host: str, lease: str) -> None:
     """Free a slot and forget who had it; leases end by themselves, so a failure is only logged."""
     name = limit_name(host)
     try:
-        known = _known(client, lease)
+        known, slot = _known(client, lease), read_slot(client, host)
+        named = slot is not None and slot.lease == lease
+        if named:
+            # First of all: as soon as the slot is free, another run's name may stand there.
+            client.delete_variable_by_name(_variable(host))
         client.release_concurrency_slots_with_lease(UUID(lease))
-        slot = read_slot(client, host)
-        if slot is None or slot.lease != lease:
-            return
-        client.delete_variable_by_name(_variable(host))
-        if not known and client.read_global_concurrency_limit_by_name(name).active_slots > 0:
+        if (
+            named
+            and not known
+            and client.read_global_concurrency_limit_by_name(name).active_slots > 0
+        ):
             # A server that forgot the lease counts its slot for ever.
             client.release_concurrency_slots([name], 1, occupancy_seconds=1)
     except (HTTPError, ObjectNotFound) as error:

@@ -23,6 +23,7 @@ from prefect.states import Cancelled
 from gpu_reclaim.errors import BadInput, HeldByOther, HoldLost
 from gpu_reclaim.tasks import slots
 from gpu_reclaim.tasks.slots import Slot, free_slot_of, host_slot, limit_name, read_slot
+from unit.actors import wait_for
 from unit.values import said
 
 LIMIT_S = 30
@@ -131,8 +132,7 @@ def test_a_second_run_waits_until_the_first_is_over(
         reached = threading.Event()
         with host_slot(host):
             waiting, found = in_a_thread(lambda: [take(host, 1), reached.set()])
-            while not any("waiting, up to" in x for x in said(caplog)):
-                assert waiting.is_alive()
+            wait_for(lambda: any("waiting, up to" in x for x in said(caplog)), "the wait")
             assert not reached.wait(0.2)
         waiting.join(LIMIT_S)
 
@@ -255,6 +255,22 @@ def test_the_slot_of_another_run_is_not_freed_with_our_lost_one(
     assert in_use(client, host) == 1
     assert slot_of(client, host).lease == other
     client.release_concurrency_slots_with_lease(UUID(other))
+
+
+def test_the_name_goes_while_nobody_else_can_have_the_slot(
+    host: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards it may be the next run's name already."""
+    real, then = SyncPrefectClient.delete_variable_by_name, []
+
+    def delete(self: SyncPrefectClient, name: str) -> None:
+        then.append(in_use(client, host))
+        real(self, name)
+
+    monkeypatch.setattr(SyncPrefectClient, "delete_variable_by_name", delete)
+    take(host)
+
+    assert then == [1]
 
 
 def acquired(client: SyncPrefectClient, host: str, runs: list[str] | None = None) -> str:
