@@ -124,6 +124,6 @@ def _reclaim(host: str, policy: ReclaimPolicy, record: Record) -> ReclaimReport:
     record.did(fuser_release(host, policy))
     record.did(settle(host, policy))
     record.verified(verify_nvidia_smi(host, policy))
-    if policy.hold_minutes and accept(conclude(record)):
+    if policy.hold_minutes and not record.inside and accept(conclude(record)):
         record.held_until = prove_hold(host, policy)
     return conclude(record)

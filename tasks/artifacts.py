@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 from httpx import HTTPError
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
@@ -46,13 +47,16 @@ def in_a_run() -> bool:
 
 def table(key: str, rows: Sequence[Row], description: str) -> None:
     """Write a table artifact, if there is a run to attach it to and anything to show."""
+    # Called from an async pipeline, it would return a coroutine.
     if rows:
-        write(lambda: create_table_artifact(table=list(rows), key=key, description=description))
+        create = cast("Any", create_table_artifact)
+        write(lambda: create(table=list(rows), key=key, description=description, _sync=True))
 
 
 def markdown(key: str, text: str, description: str) -> None:
     """Write a markdown artifact, if there is a run to attach it to."""
-    write(lambda: create_markdown_artifact(markdown=text, key=key, description=description))
+    create = cast("Any", create_markdown_artifact)
+    write(lambda: create(markdown=text, key=key, description=description, _sync=True))
 
 
 def write(create: Callable[[], object]) -> object:

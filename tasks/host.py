@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Task, get_client, task
@@ -24,6 +24,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 
 from gpu_reclaim.blocks import GpuHost, LlmServer
+from gpu_reclaim.commands import printable
 from gpu_reclaim.errors import AccessRefused, HostKeyRefused, TransportError, UnknownHost
 from gpu_reclaim.models import ReclaimPolicy, Step, Via
 from gpu_reclaim.serving import Server
@@ -56,9 +57,12 @@ class _Open:
     host: str
     via: Via
     thread: int
+    closed: threading.Event = field(default_factory=threading.Event)
 
 
-_open: ContextVar[_Open | None] = ContextVar("gpu_reclaim_open_host", default=None)
+_open: ContextVar[tuple[_Open, ...]] = ContextVar("gpu_reclaim_open_hosts", default=())
+"""The innermost last. A context is copied into tasks and threads, which may outlive what it names:
+so whatever is closed says so itself."""
 
 
 class _RunLogHandler(logging.Handler):
@@ -112,7 +116,7 @@ def _load(kind: type[B], name: str, example: str) -> B:
         found = cast("Any", kind.load)(name, _sync=True)
     except ValueError as error:
         raise UnknownHost(
-            f"{name!r}: the {kind.__name__} block cannot be loaded: {_short(error)}",
+            f"{name!r}: the {kind.__name__} block cannot be loaded: {short(error)}",
             remedy=f"{_known(kind)}, or save one: {example}",
         ) from None
     if not isinstance(found, kind):
@@ -133,8 +137,9 @@ def _known(kind: type[Block]) -> str:
     return f"name one of {', '.join(names)}" if names else f"there is no {what} block yet"
 
 
-def _short(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+def short(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return printable(str(error).strip().split("\n")[0])
 
 
 @contextmanager
@@ -145,20 +150,24 @@ def open_host(host: str, via: Via = "auto") -> Iterator[Session]:
         UnknownHost: There is no such block.
         BadInput: The block gives no way to the host.
     """
-    held = _open.get()
-    if held and (held.host, held.via, held.thread) == (host, via, threading.get_ident()):
-        yield held.session
+    there = [x for x in reversed(_open.get()) if x.host == host and not x.closed.is_set()]
+    same = [x for x in there if (x.via, x.thread) == (via, threading.get_ident())]
+    if same:
+        yield same[0].session
         return
     session = load_host(host).session(host, via=via)
-    if held and held.host == host:
+    if there:
         # Another thread or way of the same run: what that has taken, it has taken too.
-        session.token, session.locked = held.session.token, held.session.locked
-        session.held = held.session.held
-    token = _open.set(_Open(session, host, via, threading.get_ident()))
+        other = there[0].session
+        session.token, session.locked, session.held = other.token, other.locked, other.held
+    this = _Open(session, host, via, threading.get_ident())
+    token = _open.set((*_open.get(), this))
     try:
         yield session
     finally:
-        _open.reset(token)
+        this.closed.set()
+        with suppress(ValueError):  # closed in another context than it was opened in
+            _open.reset(token)
         session.links.close()
 
 

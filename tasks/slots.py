@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
@@ -28,8 +29,10 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ValidationError
 
-from gpu_reclaim.errors import BadInput, HeldByOther, HoldLost
+from gpu_reclaim.commands import printable
+from gpu_reclaim.errors import BadInput, HeldByOther, HoldLost, HoldRefused
 from gpu_reclaim.stopper import Pulse
+from gpu_reclaim.tasks.host import short
 from gpu_reclaim.tasks.runs import this_run
 
 log = logging.getLogger(__name__)
@@ -43,19 +46,31 @@ RENEW_S = 10
 POLL_S = 2
 """How often a taken slot is asked for, in seconds."""
 
+MOST = 500
+"""Most characters of a name or address that are kept."""
+
 LOCKED, GONE = 423, 410
 """HTTP: all slots are taken; the lease is no longer known."""
 
-_held: ContextVar[frozenset[str]] = ContextVar("gpu_reclaim_slots", default=frozenset())
+
+@dataclass
+class _Having:
+    """A slot that this run has; a context is copied into tasks and threads that may outlive it."""
+
+    host: str
+    over: bool = False
+
+
+_held: ContextVar[tuple[_Having, ...]] = ContextVar("gpu_reclaim_slots", default=())
 """Limits are not re-entrant: what this run has already, it must not ask for again."""
 
 
 class Slot(BaseModel):
     """Who has a host's slot."""
 
-    lease: str
+    lease: UUID
     owner: str
-    runs: list[str] = []
+    runs: list[UUID] = []
     url: str = ""
     since: str
 
@@ -82,40 +97,51 @@ def host_slot(
 
     Raises:
         HeldByOther: Another run has it, `wait_minutes` long.
+        HoldRefused: Prefect's server does not give it.
         BadInput: Somebody has changed the limit so that it protects nothing.
     """
-    name = limit_name(host)
-    if name in _held.get():
+    if any(x.host == host and not x.over for x in _held.get()):
         yield
         return
     with get_client(sync_client=True) as client:
-        _ensure(client, name)
-        lease = _acquire(client, host, wait_minutes * 60)
+        try:
+            _ensure(client, host)
+            lease = _acquire(client, host, wait_minutes * 60)
+        except HTTPError as error:
+            raise HoldRefused(
+                f"{host}: Prefect's server gave no slot of the limit {limit_name(host)} "
+                f"({type(error).__name__}: {short(error)}); nothing was touched",
+                remedy="see whether it answers (`prefect config view` shows PREFECT_API_URL), and "
+                "run this again; without a server the library reclaims, see gpu_reclaim.reclaim",
+            ) from error
         try:
             _write(client, host, lease)
             with _renewed(host, lease, lost):
                 yield
         finally:
-            _free(client, host, str(lease))
+            _free(client, host, lease)
 
 
 @contextmanager
 def _renewed(host: str, lease: UUID, lost: Callable[[Exception], object]) -> Iterator[None]:
-    token = _held.set(_held.get() | {limit_name(host)})
+    this = _Having(host)
     pulse = Pulse(f"slot of {host}", lambda: _renew(host, lease), RENEW_S, lost)
-    pulse.start()
+    token = _held.set((*_held.get(), this))
     try:
+        pulse.start()
         yield
     finally:
-        _held.reset(token)
+        this.over = True
         pulse.end(0)
+        with suppress(ValueError):  # left in another context than it was entered in
+            _held.reset(token)
 
 
 def free_slot_of(host: str, run: str) -> None:
     """Free a host's slot, if that run has it; for runs that ended without doing so."""
     with get_client(sync_client=True) as client:
         slot = read_slot(client, host)
-        if slot is not None and run in slot.runs:
+        if slot is not None and UUID(run) in slot.runs:
             _free(client, host, slot.lease)
 
 
@@ -134,26 +160,28 @@ def _variable(host: str) -> str:
     return limit_name(host).replace("-", "_")
 
 
-def _ensure(client: SyncPrefectClient, name: str) -> None:
+def _ensure(client: SyncPrefectClient, host: str) -> None:
+    name = limit_name(host)
     try:
         found = client.read_global_concurrency_limit_by_name(name)
     except ObjectNotFound:
         with suppress(ObjectAlreadyExists):  # another run was quicker
             client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=1))
         return
-    if not found.active or found.limit > 1:
+    if not found.active or found.limit != 1:
         state = "inactive" if not found.active else f"{found.limit}"
         raise BadInput(
-            f"the concurrency limit {name} is {state}, so it does not keep two runs apart; nothing "
-            "was touched",
-            remedy=f"prefect gcl update {name} --limit 1 && prefect gcl enable {name}",
+            f"{host}: the concurrency limit {name} is {state}, so it does not keep two runs apart; "
+            "nothing was touched",
+            remedy=f"once no run uses the host: prefect gcl update {name} --limit 1 --active-slots "
+            f"0 --enable",
         )
 
 
 def _acquire(client: SyncPrefectClient, host: str, wait_s: float) -> UUID:
     name, end, said = limit_name(host), time.monotonic() + wait_s, False
     holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.id)) if flow_run.id else None
-    freed = ""
+    freed: UUID | None = None
     while True:
         try:
             answer = client.increment_concurrency_slots_with_lease(
@@ -165,13 +193,16 @@ def _acquire(client: SyncPrefectClient, host: str, wait_s: float) -> UUID:
         else:
             if answer["limits"]:
                 return UUID(answer["lease_id"])
-            _ensure(client, name)  # somebody has just removed it
+            _ensure(client, host)  # somebody has just removed it
             continue
         slot = read_slot(client, host)
         if slot is not None and slot.lease != freed and _is_over(client, slot):
-            log.warning("%s: freeing the slot of a run that is over: %s", host, slot)
-            _free(client, host, slot.lease)
-            freed = slot.lease
+            # Whoever has just got the slot may not have written down its name yet.
+            time.sleep(POLL_S)
+            if read_slot(client, host) == slot:
+                log.warning("%s: freeing the slot of a run that is over: %s", host, slot)
+                _free(client, host, slot.lease)
+                freed = slot.lease
             continue
         left = end - time.monotonic()
         if left <= 0:
@@ -196,7 +227,7 @@ def _is_over(client: SyncPrefectClient, slot: Slot) -> bool:
     """One of its runs has ended: they share a process."""
     for run in slot.runs:
         try:
-            state = client.read_flow_run(UUID(run)).state
+            state = client.read_flow_run(run).state
         except ObjectNotFound:
             return True
         if state is not None and state.is_final():
@@ -207,27 +238,42 @@ def _is_over(client: SyncPrefectClient, slot: Slot) -> bool:
 def _write(client: SyncPrefectClient, host: str, lease: UUID) -> None:
     who = this_run()
     slot = Slot(
-        lease=str(lease),
-        owner=who.name,
-        runs=list(who.runs),
-        url=who.url,
+        lease=lease,
+        owner=printable(who.name, limit=MOST),
+        runs=[UUID(run) for run in who.runs],
+        url=printable(who.url, limit=MOST),
         since=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
     )
+    name, value = _variable(host), slot.model_dump(mode="json")
     try:
-        client.create_variable(VariableCreate(name=_variable(host), value=slot.model_dump()))
+        client.create_variable(VariableCreate(name=name, value=value))
     except ObjectAlreadyExists:
-        client.update_variable(VariableUpdate(name=_variable(host), value=slot.model_dump()))
+        client.update_variable(VariableUpdate(name=name, value=value))
+    except HTTPError as error:
+        log.warning("%s: who has the slot could not be written down: %s", host, short(error))
 
 
 def _renew(host: str, lease: UUID) -> None:
     """Renew the slot.
 
     Raises:
-        HoldLost: It is no longer ours.
+        HoldLost: It is no longer ours, or keeps nobody off any more.
     """
+    name = limit_name(host)
     try:
         with get_client(sync_client=True) as client:
             client.renew_concurrency_lease(lease, LEASE_S)
+            limit = client.read_global_concurrency_limit_by_name(name)
+        if not limit.active or limit.limit != 1:
+            raise HoldLost(
+                f"{host}: the concurrency limit {name} was changed meanwhile, and keeps nobody off",
+                remedy=f"prefect gcl update {name} --limit 1 --enable; then run this again",
+            )
+    except ObjectNotFound as error:
+        raise HoldLost(
+            f"{host}: the concurrency limit {name} was removed meanwhile, and keeps nobody off",
+            remedy="run this again, which makes it anew",
+        ) from error
     except HTTPStatusError as error:
         if error.response.status_code == GONE:
             raise HoldLost(
@@ -241,7 +287,7 @@ def _renew(host: str, lease: UUID) -> None:
         log.debug("%s: the slot could not be renewed: %s", host, error)
 
 
-def _free(client: SyncPrefectClient, host: str, lease: str) -> None:
+def _free(client: SyncPrefectClient, host: str, lease: UUID) -> None:
     """Free a slot and forget who had it; leases end by themselves, so a failure is only logged."""
     name = limit_name(host)
     try:
@@ -250,7 +296,7 @@ def _free(client: SyncPrefectClient, host: str, lease: str) -> None:
         if named:
             # First of all: as soon as the slot is free, another run's name may stand there.
             client.delete_variable_by_name(_variable(host))
-        client.release_concurrency_slots_with_lease(UUID(lease))
+        client.release_concurrency_slots_with_lease(lease)
         if (
             named
             and not known
@@ -262,9 +308,9 @@ def _free(client: SyncPrefectClient, host: str, lease: str) -> None:
         log.warning("%s: the slot could not be freed (%s); it is within %d s", host, error, LEASE_S)
 
 
-def _known(client: SyncPrefectClient, lease: str) -> bool:
+def _known(client: SyncPrefectClient, lease: UUID) -> bool:
     try:
-        client.renew_concurrency_lease(UUID(lease), LEASE_S)
+        client.renew_concurrency_lease(lease, LEASE_S)
     except HTTPStatusError as error:
         if error.response.status_code == GONE:
             return False

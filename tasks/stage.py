@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from prefect.events import emit_event
 
-from gpu_reclaim.errors import BadInput, GpuReclaimError, HoldRefused, NotRestored
+from gpu_reclaim import causes
+from gpu_reclaim.errors import BadInput, GpuReclaimError, HoldLost, HoldRefused, NotRestored
 from gpu_reclaim.guarded import put_back
 from gpu_reclaim.keeper import STAGE_COMMAND, Keeper
 from gpu_reclaim.models import Intruder, ReclaimPolicy, ReclaimReport, RestoreReport
@@ -19,7 +20,7 @@ from gpu_reclaim.serving import Server, wait_healthy
 from gpu_reclaim.session import Session
 from gpu_reclaim.stopper import Pulse, Stopped, Stopper
 from gpu_reclaim.tasks import artifacts
-from gpu_reclaim.tasks.host import load_host
+from gpu_reclaim.tasks.host import load_host, short
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Exclusive:
         report: How they were freed.
         intruders: Who else used them meanwhile.
         restored: What was put back; None while the block runs.
+        over: The block is left.
         moments: What happened when, as (`13:05:59`, sentence), by the worker's clock.
     """
 
@@ -48,6 +50,7 @@ class Exclusive:
     intruders: list[Intruder] = field(default_factory=list)
     restored: RestoreReport | None = None
     moments: list[tuple[str, str]] = field(default_factory=list)
+    over: bool = False
     stopper: Stopper = field(default_factory=Stopper, repr=False)
 
     def command(self, *argv: str) -> list[str]:
@@ -78,7 +81,8 @@ _blocks: ContextVar[tuple[Exclusive, ...]] = ContextVar("gpu_reclaim_exclusive",
 
 def around(host: str) -> Exclusive | None:
     """The block on this host that we are in already."""
-    return next((block for block in _blocks.get() if block.host == host), None)
+    # A context is copied into tasks and threads, which may outlive the block.
+    return next((x for x in _blocks.get() if x.host == host and not x.over), None)
 
 
 def stage_policy(policy: ReclaimPolicy) -> ReclaimPolicy:
@@ -120,8 +124,8 @@ def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Itera
         event(exclusive.host, "intruder", intruder.model_dump(mode="json"))
 
     def lost(error: Exception) -> None:
-        exclusive.note(f"the GPUs are not ours any more: {_short(error)}")
-        event(exclusive.host, "lost", {"why": _short(error)})
+        exclusive.note(f"the GPUs are not ours any more: {short(error)}")
+        event(exclusive.host, "lost", {"why": short(error)})
 
     def failed(error: Exception) -> None:
         lost(error)
@@ -129,13 +133,13 @@ def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Itera
 
     keeper = Keeper(session, lambda: block.session(session.host, via=policy.via), policy, tell)
     pulse = Pulse(f"keeper of {exclusive.host}", keeper.beat, keeper.every_s, failed)
-    token = _blocks.set((*_blocks.get(), exclusive))
     event(
         exclusive.host, "held", {"until": exclusive.report.held_until if exclusive.report else ""}
     )
     exclusive.note("the GPUs are ours, and the hold is proven")
-    pulse.start()
+    token = _blocks.set((*_blocks.get(), exclusive))
     try:
+        pulse.start()
         yield
         if pulse.end(JOIN_S):
             # What was lost since the last look was not ours to the end.
@@ -145,9 +149,11 @@ def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Itera
                 lost(error)
                 raise
     finally:
-        _blocks.reset(token)
+        exclusive.over = True
         pulse.end(JOIN_S)
         keeper.close()
+        with suppress(ValueError):  # left in another context than it was entered in
+            _blocks.reset(token)
 
 
 @contextmanager
@@ -167,13 +173,22 @@ def put_back_at_the_end(
             raise  # a block around this one is stopped
         raise exclusive.stopper.error from None
     except BaseException as error:
-        exclusive.note(f"the block ended with {type(error).__name__}: {_short(error)}")
+        # Whatever others' errors say may hold secrets; the run's state has it anyway.
+        said = f": {short(error)}" if isinstance(error, GpuReclaimError) else ""
+        exclusive.note(f"the block ended with {type(error).__name__}{said}")
         # Who cancels does not wait for a model to load.
         _finish(exclusive, session, server if isinstance(error, Exception) else None, error)
         raise
+    held = bool(session.held)
     _finish(exclusive, session, server)
-    if exclusive.restored is not None and not exclusive.restored.complete:
-        raise NotRestored(exclusive.restored)
+    report = exclusive.restored
+    if report is not None and not report.complete:
+        raise NotRestored(report)
+    if report is not None and held and not report.ours:
+        raise HoldLost(
+            f"{exclusive.host}: at the end of the block the hold was not ours: {report.summary}",
+            remedy=causes.HOLD_LOST.advice(),
+        )
 
 
 def _finish(
@@ -188,7 +203,10 @@ def _finish(
     report = put_back(session, tries=error is None or isinstance(error, Exception))
     exclusive.restored = report
     exclusive.note(report.summary)
-    if server is not None and report.complete:
+    back = {x.unit for x in report.restored if x.outcome in ("started", "running")}
+    if server is not None and server.unit not in back:
+        exclusive.note(f"{server.unit} was not put back, so it is not waited for")
+    elif server is not None and report.complete:
         exclusive.restored = report = _healthy(session, server, report)
         exclusive.note(report.summary)
     if not report.complete:
@@ -220,8 +238,4 @@ def _quietly(tell: Callable[[], object]) -> None:
     try:
         tell()
     except Exception as error:
-        log.warning("this could not be told to Prefect: %s", _short(error))
-
-
-def _short(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+        log.warning("this could not be told to Prefect: %s", short(error))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gpu_reclaim import causes, holding
 from gpu_reclaim.errors import HeldByOther
-from gpu_reclaim.hold import SCRIPT_S, UNITS_S, ask, claim, need, read
+from gpu_reclaim.hold import BUSY, SCRIPT_S, UNITS_S, ask, claim, need, read
 from gpu_reclaim.holding import Answer
 from gpu_reclaim.models import Lease, ReclaimPolicy, RestoredUnit, Survey, Taken
 from gpu_reclaim.owners import in_unit
@@ -101,7 +101,7 @@ def _take(
     names = [*own, *(unit for unit in along if not unit.endswith(".target"))]
     order = holding.restore_order([x for x in states if x.name in names], own)
     session.lease_s += 0 if session.locked else policy.settle_timeout_s + policy.term_grace_s
-    session.locked = True
+    again, session.locked = session.locked, True
     session.held = own if policy.hold_minutes else None
     session.signed_s = session.clock()
     ours = replace(
@@ -111,7 +111,8 @@ def _take(
     body = holding.take(ours, own, order, rest, places=session.places)
     what = "take the host" if policy.hold_minutes else "lock the host"
     result, answer = ask(session, what, body, UNITS_S)
-    if answer.status == "held":
+    # An earlier attempt of ours may be the one that is at work: then it is to be put back.
+    if answer.status == "held" or (answer.status == "busy" and not again):
         session.locked, session.held = False, None
         raise _held_by_other(session, answer)
     need(session, answer, result)
@@ -154,6 +155,12 @@ def default_owner() -> str:
 
 
 def _held_by_other(session: Session, answer: Answer) -> HeldByOther:
+    if answer.status == "busy":
+        return HeldByOther(
+            f"{session.host}: {BUSY}, as when a slow unit is put back; nothing was touched",
+            remedy="wait a little, or let the policy's wait_minutes do so; "
+            "`ls -l /run/gpu-reclaim-lock` there shows the script's pid",
+        )
     lease = answer.lease or Lease()
     return HeldByOther(
         f"{session.host}: held by {lease}; nothing was touched",

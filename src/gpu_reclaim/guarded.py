@@ -103,4 +103,4 @@ def _found_back(session: Session, held: Sequence[str], report: RestoreReport) ->
         f"again: {', '.join(active) or 'no unit of the host'}"
     )
     rows = [RestoredUnit(unit=name, outcome="running") for name in active]
-    return report.model_copy(update={"summary": summary, "restored": rows})
+    return report.model_copy(update={"summary": summary, "restored": rows, "ours": True})

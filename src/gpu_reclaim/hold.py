@@ -37,15 +37,15 @@ def keep(session: Session) -> None:
         renew(session, session.lease_s)
 
 
-def renew(session: Session, hold_s: float) -> None:
-    """Prolong the lease by so many seconds from now.
+def renew(session: Session, hold_s: float, limit_s: float = SCRIPT_S) -> None:
+    """Prolong the lease by so many seconds from now; the script ends within `limit_s`.
 
     Raises:
         HoldLost: It is no longer ours.
         TransportError: As `Transport.run`.
     """
     body = holding.renew(claim(session, ttl_s=hold_s), places=session.places)
-    _sign(session, "keep the hold", body, SCRIPT_S)
+    _sign(session, "keep the hold", body, limit_s)
 
 
 def only_ours(session: Session, body: str) -> str:
@@ -133,6 +133,8 @@ def _report(host: str, status: str, rows: Sequence[RestoredUnit], owner: str) ->
         "failed": f"{', '.join(failed)} did not start; it stays on the record, no hold is left",
     }[status]
     remedy = f"see `journalctl -u {failed[0]}` on the host, then restore again" if failed else ""
+    if failed and failed[0] == "(record)":
+        remedy = "read it on the host, start what ran before, and remove it"
     if alone and not failed:
         said = f"{said}; left alone because edited or gone meanwhile: {', '.join(alone)}"
         remedy = f"start it yourself if it shall run: systemctl start {' '.join(alone)}"
@@ -143,6 +145,7 @@ def _report(host: str, status: str, rows: Sequence[RestoredUnit], owner: str) ->
         owner=owner,
         restored=list(rows),
         complete=status != "failed",
+        ours=status in ("done", "failed"),
     )
 
 

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 EVERY_S = 5.0
 """How often the host is looked at during a stage, in seconds."""
 
+SHORTEST_S = 5
+"""Least time that a look at the host is given, in seconds."""
+
 SHARE = 4
 """So many signs of life fit into the time that the host waits for one."""
 
@@ -72,7 +75,7 @@ class Keeper:
         started = self._taken.clock()
         try:
             session = self._opened()
-            hold.renew(session, self._hold_s)
+            hold.renew(session, self._hold_s, session.script_timeout_s)
             self._reached = started
             seen = self._look(session)
         except HoldLost:
@@ -98,6 +101,9 @@ class Keeper:
             self._session.token, self._session.held = self._taken.token, self._taken.held
             # A transient unit is gone since it was stopped, and only who saw it before knows it.
             self._session.known_units = set(self._taken.known_units)
+            # A script that hangs must not outlast what is left of the hold.
+            most = max(SHORTEST_S, self._hold_s / SHARE)
+            self._session.script_timeout_s = min(self._session.script_timeout_s, most)
         return self._session
 
     def _look(self, session: Session) -> Survey:

@@ -33,6 +33,8 @@ boot() { printf '%s-%s\n' "$(cat /proc/sys/kernel/random/boot_id)" "$(started 1)
 value() { [ ! -e "$1" ] || sed -n "s/^$2 //p" "$1"; }
 state() { systemctl show --no-pager -p "$2" -- "$1" | sed -n "s/^$2=//p"; }
 quoted() { printf '%s' "$1" | sed 's/[.\\]/\\&/g'; }
+# A record without its last line was cut: a full disk, or a tool that hides it.
+whole() { [ "$(tail -n 1 "$1")" = end ]; }
 print_of() { systemctl --no-pager cat -- "$1" | cksum; }
 tell() { printf '%s%s\n' "$NOTE" "$*"; }
 

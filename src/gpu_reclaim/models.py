@@ -484,6 +484,8 @@ class RestoreReport(BaseModel):
         owner: Whose hold was ended, and the run's URL; empty where there was none.
         restored: In the order of putting back.
         complete: Nothing is left to be put back.
+        ours: The hold was still that of whoever asked, or was asked for by its record alone; False
+            when another run holds the host by now, or somebody had put back everything before.
     """
 
     host: str
@@ -492,6 +494,7 @@ class RestoreReport(BaseModel):
     owner: str = ""
     restored: list[RestoredUnit] = []
     complete: bool = True
+    ours: bool = True
 
     def __str__(self) -> str:
         """The report for a terminal."""

@@ -153,6 +153,10 @@ restore_record() {
     [ "$word $role" != "unit restore" ] || put_back "$name" "$print" 3<&-
   done 3<"$LIB/record"
   look_again
+  if ! whole "$LIB/record"; then
+    tell "unit (record) failed $LIB/record was cut: what is missing in it nobody knows"
+    return 1
+  fi
   [ -n "$failing" ] || { rm -f "$LIB/record"; return 0; }
   while IFS= read -r line; do
     name=${line#unit }
@@ -160,7 +164,9 @@ restore_record() {
       "unit "*/*" ${name%% *} "* | [!u]* | url*) printf '%s\n' "$line";;
     esac
   done <"$LIB/record" >"$LIB/record.new"
-  mv "$LIB/record.new" "$LIB/record"
+  # Rather the old one again, with what is back already, than a part of the new one.
+  ! whole "$LIB/record.new" || mv "$LIB/record.new" "$LIB/record"
+  rm -f "$LIB/record.new"
   return 1
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import ctypes
@@ -16,6 +17,11 @@ SIGNAL = signal.SIGURG
 comes late does no harm."""
 
 
+AGAIN_S = 10.0
+"""A stage that goes on all the same is stopped again after so many seconds: enough for tidying up
+in the meantime."""
+
+
 class Stopped(BaseException):
     """The stage is over; a `BaseException`, so that no `except Exception` of a stage keeps it."""
 
@@ -23,8 +29,9 @@ class Stopped(BaseException):
 class Stopper:
     """Around a stage: whoever calls `stop` ends it, and its error comes out of the block.
 
-    In the main thread a signal does it, anywhere. In another thread the exception comes with the
-    next line of Python: a blocking call there ends first.
+    In the main thread a signal does it, anywhere; in a coroutine its task is cancelled, and only
+    that one. In another thread the exception comes with the next line of Python: a blocking call
+    there ends first. A stage that keeps it from itself is stopped again.
 
     Attributes:
         error: Why the stage was stopped; None: it was not.
@@ -34,16 +41,22 @@ class Stopper:
         self.error: Exception | None = None
         self._armed = False
         self._lock = threading.Lock()
+        self._again = threading.Event()
         self._thread = threading.current_thread()
-        self._before: Callable[[int, FrameType | None], Any] | int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
 
     @property
     def _main(self) -> bool:
         return self._thread is threading.main_thread()
 
     def __enter__(self) -> Self:
-        if self._main:
-            self._before = signal.signal(SIGNAL, self._on_signal)
+        self._thread = threading.current_thread()
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.current_task()
+        if self._main and self._task is None:
+            _watch_for(self)
         self._armed = True
         return self
 
@@ -53,17 +66,28 @@ class Stopper:
             if not self._armed or self.error is not None:
                 return
             self.error = error
-            if self._main:
-                signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
-            else:
-                self._raise_later(ctypes.py_object(Stopped))
+            self._strike()
+        # A copy of the context that called is of no use to this thread.
+        threading.Thread(target=self._strike_again, name="stopper", daemon=True).start()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._armed and self.error is not None:
-            raise Stopped
-        if callable(self._before):
-            # It is for a stage around this one.
-            self._before(number, frame)
+    def _strike(self) -> None:
+        if self._task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        elif self._main:
+            signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+        else:
+            self._raise_later(ctypes.py_object(Stopped))
+
+    def _strike_again(self) -> None:
+        while not self._again.wait(AGAIN_S):
+            with self._lock:
+                if not self._armed:
+                    return
+                self._strike()
+
+    def struck(self) -> bool:
+        """It is to be stopped, and is not over yet."""
+        return self._armed and self.error is not None
 
     def _raise_later(self, what: ctypes.py_object[type[Stopped]] | None) -> None:
         ident = ctypes.c_ulong(self._thread.ident or 0)
@@ -71,10 +95,13 @@ class Stopper:
 
     def _disarm(self) -> None:
         self._armed = False
+        self._again.set()
         with self._lock:
             pass  # whoever is just stopping us is through
+        if self._task is not None:
+            return
         if self._main:
-            signal.signal(SIGNAL, self._before or signal.SIG_DFL)
+            _forget(self)
         elif self.error is not None:
             self._raise_later(None)
 
@@ -89,9 +116,41 @@ class Stopper:
         except Stopped:
             with contextlib.suppress(Stopped):
                 self._disarm()
+        if self.error is None:
+            return
+        ours = error is None or isinstance(error, (Stopped, Exception))
+        if self._task is not None and isinstance(error, asyncio.CancelledError):
+            self._task.uncancel()
+            ours = True
         # An error that the stage made of being stopped hides why it was.
-        if self.error is not None and (error is None or isinstance(error, (Stopped, Exception))):
+        if ours:
             raise self.error from (error if isinstance(error, Exception) else None)
+
+
+_watched: list[Stopper] = []
+_before: list[Callable[[int, FrameType | None], Any] | int | None] = []
+"""Stages in the main thread, the outermost first, and who had the signal before them. They may end
+in any order."""
+
+
+def _watch_for(stopper: Stopper) -> None:
+    if not _watched:
+        _before[:] = [signal.signal(SIGNAL, _on_signal)]
+    _watched.append(stopper)
+
+
+def _forget(stopper: Stopper) -> None:
+    if stopper in _watched:
+        _watched.remove(stopper)
+        if not _watched:
+            signal.signal(SIGNAL, _before.pop() or signal.SIG_DFL)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if any(stopper.struck() for stopper in _watched):
+        raise Stopped
+    if _before and callable(_before[0]):
+        _before[0](number, frame)
 
 
 class Pulse:

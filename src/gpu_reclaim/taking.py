@@ -82,9 +82,9 @@ write_record() {
   (
     umask 077
     printf '%s\n' "boot $(boot)" "token $TOKEN" "owner $OWNER" "url $URL" "runs $RUNS" \
-      "since $(date_of "$(date +%s)")" "$before$units$after" "$REST" |
+      "since $(date_of "$(date +%s)")" "$before$units$after" "$REST" end |
       sed '/^$/d' >"$LIB/record.new"
-  ) && mv "$LIB/record.new" "$LIB/record" || return 1
+  ) && whole "$LIB/record.new" && mv "$LIB/record.new" "$LIB/record" || return 1
   # Should power fail, it must be on the disk; but nothing is stopped for a slow disk's sake.
   timeout 10 sync "$LIB/record" || :
 }

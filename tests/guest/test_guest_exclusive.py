@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from uuid import UUID
 
 import pytest
 from prefect import flow, get_client
@@ -197,7 +196,7 @@ def test_a_slot_that_is_lost_ends_the_stage(lab: Lab, monkeypatch: pytest.Monkey
         with get_client(sync_client=True) as client:
             slot = slots.read_slot(client, "lab")
             assert slot is not None
-            client.release_concurrency_slots_with_lease(UUID(slot.lease))
+            client.release_concurrency_slots_with_lease(slot.lease)
         started.append(time.monotonic())
         sleep_on()
 

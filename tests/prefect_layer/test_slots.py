@@ -15,6 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import (
     GlobalConcurrencyLimitCreate,
     GlobalConcurrencyLimitUpdate,
+    VariableUpdate,
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
@@ -131,7 +132,12 @@ def test_a_second_run_waits_until_the_first_is_over(
     with caplog.at_level(logging.INFO, "gpu_reclaim.tasks.slots"):
         reached = threading.Event()
         with host_slot(host):
-            waiting, found = in_a_thread(lambda: [take(host, 1), reached.set()])
+
+            def second() -> None:
+                take(host, 1)
+                reached.set()
+
+            waiting, found = in_a_thread(second)
             wait_for(lambda: any("waiting, up to" in x for x in said(caplog)), "the wait")
             assert not reached.wait(0.2)
         waiting.join(LIMIT_S)
@@ -217,7 +223,7 @@ def test_a_lost_slot_is_told_from_another_thread(
         heard.set()
 
     with host_slot(host, lost=lost):
-        client.release_concurrency_slots_with_lease(UUID(slot_of(client, host).lease))
+        client.release_concurrency_slots_with_lease(slot_of(client, host).lease)
         assert heard.wait(LIMIT_S)
     assert [type(error) for error in told] == [HoldLost]
     assert limit_name(host) in str(told[0])
@@ -250,11 +256,11 @@ def test_the_slot_of_another_run_is_not_freed_with_our_lost_one(
 ) -> None:
     """Ours was given away, another run has it by now, and then our block ends."""
     with host_slot(host):
-        client.release_concurrency_slots_with_lease(UUID(slot_of(client, host).lease))
+        client.release_concurrency_slots_with_lease(slot_of(client, host).lease)
         other = acquired(client, host)
     assert in_use(client, host) == 1
     assert slot_of(client, host).lease == other
-    client.release_concurrency_slots_with_lease(UUID(other))
+    client.release_concurrency_slots_with_lease(other)
 
 
 def test_the_name_goes_while_nobody_else_can_have_the_slot(
@@ -273,16 +279,15 @@ def test_the_name_goes_while_nobody_else_can_have_the_slot(
     assert then == [1]
 
 
-def acquired(client: SyncPrefectClient, host: str, runs: list[str] | None = None) -> str:
+def acquired(client: SyncPrefectClient, host: str, runs: list[str] | None = None) -> UUID:
     """Another run takes the slot, names itself, and never lives to free it."""
     lease = slots._acquire(client, host, 0)
     slots._write(client, host, lease)
     if runs is not None:
-        slot = slot_of(client, host).model_copy(update={"runs": runs})
-        client.update_variable(
-            slots.VariableUpdate(name=slots._variable(host), value=slot.model_dump())
-        )
-    return str(lease)
+        slot = slot_of(client, host).model_copy(update={"runs": [UUID(run) for run in runs]})
+        value = slot.model_dump(mode="json")
+        client.update_variable(VariableUpdate(name=slots._variable(host), value=value))
+    return lease
 
 
 def a_run(client: SyncPrefectClient, *, over: bool) -> str:
@@ -353,9 +358,9 @@ def test_a_limit_that_protects_nothing_is_refused(
     assert f"prefect gcl update {name} --limit 1" in caught.value.remedy
 
 
-def forget(client: SyncPrefectClient, host: str, lease: str) -> None:
+def forget(client: SyncPrefectClient, host: str, lease: UUID) -> None:
     """As a server does that keeps leases in memory, and starts anew: the slot stays counted."""
-    client.release_concurrency_slots_with_lease(UUID(lease))
+    client.release_concurrency_slots_with_lease(lease)
     client.increment_concurrency_slots([limit_name(host)], 1, "concurrency")
 
 
@@ -395,7 +400,7 @@ def test_what_a_person_wrote_into_the_variable_names_nobody(
 ) -> None:
     with host_slot(host):
         for value in ("somebody", {"owner": "x"}):
-            client.update_variable(slots.VariableUpdate(name=slots._variable(host), value=value))
+            client.update_variable(VariableUpdate(name=slots._variable(host), value=value))
             assert read_slot(client, host) is None
             error = outside(lambda: take(host))
             assert isinstance(error, HeldByOther)
@@ -419,7 +424,7 @@ def test_a_run_is_named_with_those_around_it(host: str, client: SyncPrefectClien
     whole = pipeline()
     slot, part = found[0]
 
-    assert slot.runs == [part, whole]
+    assert slot.runs == [UUID(part), UUID(whole)]
     assert slot.owner.startswith("Prefect run ")
     assert part in slot.url
 

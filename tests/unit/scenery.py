@@ -25,6 +25,7 @@ HOLDS = {
     "unlock the host": "status taken\n",
     "take the host": f"{LEASE}status taken\n",
     "keep the hold": f"{LEASE}status taken\n",
+    "look at the hold": "",
     "prove the hold": f"refused sglang.service\n{LEASE}status taken\n",
     "put back what was stopped": "owner me\nunit sglang.service started\nstatus done\n",
 }

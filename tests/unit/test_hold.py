@@ -104,7 +104,6 @@ def test_held_by_another_is_told_and_nothing_is_touched() -> None:
     [
         ("status unset\n", "the hold cannot be set"),
         ("why systemctl does not show x\nstatus unshown\n", "systemctl does not show x"),
-        ("status busy\n", "another script has been working at it"),
         ("", "makes no sense"),
     ],
 )
@@ -284,3 +283,33 @@ def test_what_a_lost_attempt_put_back_is_told() -> None:
     assert len(tries) == 2
     assert [(x.unit, x.outcome) for x in report.restored] == [(SGLANG, "running")]
     assert f"answer was lost; active again: {SGLANG}" in report.restore
+
+
+def test_a_host_that_is_busy_is_waited_for_like_one_that_is_held() -> None:
+    stage = serving()
+    stage.host.holds[TAKE] = "status busy\n"
+    report = refused(stage)
+    assert "another script has been working at it" in report.summary
+    assert stage.writes == [TAKE]
+    stage = serving()
+    stage.host.holds[TAKE] = "status busy\n"
+
+    def free(script: Script) -> None:
+        if stage.clock.now > 1100:
+            stage.host.holds.pop(TAKE, None)
+        elif script.name == TAKE:
+            stage.clock.now += 22
+
+    stage.host.hook = free
+    stage.host.holds["look at the hold"] = ""
+    report = reclaim(stage.session, POLICY.model_copy(update={"wait_minutes": 5}))
+    assert report.verdict == Verdict.CLEAN
+
+
+def test_a_record_that_was_cut_is_no_success() -> None:
+    stage = serving()
+    row = "unit (record) failed /var/lib/gpu-reclaim/record was cut\nstatus failed\n"
+    stage.host.holds[BACK] = row
+    back = hold.restore(stage.session, everybody=True)
+    assert not back.complete
+    assert back.remedy == "read it on the host, start what ran before, and remove it"

@@ -169,7 +169,8 @@ def test_what_does_not_start_stays_on_the_record_and_is_tried_later(host: HeldHo
     host.stop(A, B)
     (host.home / f"{B}.broken").touch()
     assert host.restore("t1") == ("failed", {A: "started", B: "failed"})
-    assert [line.split()[1] for line in host.record.read_text().splitlines()[-1:]] == [B]
+    *_, unit, end = host.record.read_text().splitlines()
+    assert (unit.split()[1], end) == (B, "end")
     assert A not in host.record.read_text()
     assert not host.places_of("gpu-reclaim/hold").exists()
     tried = len(host.started)
@@ -242,6 +243,36 @@ def test_nothing_stays_of_a_hold_that_cannot_be_set(host: HeldHost, tool: str) -
     assert host.traces == []
     assert host.started == []
     assert host.state(A) == "active"
+
+
+def test_a_record_that_was_cut_is_kept_and_told(host: HeldHost) -> None:
+    """What can be read comes back; what else ran nobody knows, and nobody calls that done."""
+    host.unit(A)
+    host.unit(B)
+    host.take(A, B)
+    host.stop(A, B)
+    lines = host.record.read_text().splitlines()
+    cut = next(number for number, line in enumerate(lines) if line.startswith(f"unit {B}"))
+    host.record.write_text("\n".join([*lines[:cut], "unit lab-", ""]))
+    status, rows = host.restore()
+    assert (status, rows[A], rows["(record)"]) == ("failed", "started", "failed")
+    assert host.record.exists()
+
+
+def test_a_disk_that_is_full_sets_no_hold_and_loses_no_record(host: HeldHost) -> None:
+    """Whatever the tools say: what is not there to its last line is not written."""
+    host.unit(A)
+    stub(host.tools, "tail", "exit 0")
+    assert host.take(A).status == "unset"
+    assert host.started == []
+    (host.tools / "tail").unlink()
+    host.take(A)
+    host.stop(A)
+    (host.home / f"{A}.broken").touch()
+    whole = host.record.read_text()
+    stub(host.tools, "tail", 'case $* in *.new) ;; *) exec /usr/bin/tail "$@";; esac')
+    assert host.restore()[0] == "failed"
+    assert host.record.read_text() == whole
 
 
 def test_two_restores_at_once_start_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ class Watch:
         self.keeper.beat()
 
 
-def watch(*processes: Process, policy: ReclaimPolicy = POLICY, **more: object) -> Watch:
+def watch(*processes: Process, policy: ReclaimPolicy = POLICY, **more: Any) -> Watch:
     """A host whose unit is held and stopped; its GPUs are free but for those processes."""
     host = Host(
         used=[0, 0],
@@ -83,7 +84,7 @@ def watch(*processes: Process, policy: ReclaimPolicy = POLICY, **more: object) -
     return Watch(taken, policy)
 
 
-def titled(pid: int, title: str, **more: object) -> Process:
+def titled(pid: int, title: str, **more: Any) -> Process:
     return process(pid, name=title, command_line=title, **more)
 
 
