@@ -73,6 +73,10 @@ class _RunLogHandler(logging.Handler):
             get_run_logger().log(record.levelno, record.getMessage())
         except MissingContextError:
             logging.getLogger().callHandlers(record)
+        except SystemExit:
+            # rich, on which Prefect writes, ends the program when nobody reads its output any more:
+            # the worker was killed. The line is in Prefect's log; the work goes on.
+            pass
 
 
 def _route_logs() -> None:

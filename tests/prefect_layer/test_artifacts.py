@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import httpx
 import pytest
 
-from gpu_reclaim.tasks import artifacts
+from gpu_reclaim.tasks import artifacts, host
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +50,18 @@ def test_a_fault_of_ours_is_not_hidden() -> None:
 def test_outside_of_a_run_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "in_a_run", lambda: False)
     assert artifacts.write(lambda: "written") is None
+
+
+def test_a_log_line_that_nobody_reads_does_not_end_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rich raises SystemExit where its output is a broken pipe, as after the end of a worker."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise SystemExit(1)
+
+    logger = logging.getLogger("a-run")
+    logger.addHandler(Broken())
+    monkeypatch.setattr(host, "get_run_logger", lambda: logger)
+    logging.getLogger("gpu_reclaim").error("nobody reads this")
