@@ -75,8 +75,8 @@ def exclusive_gpus(
     exclusive = Exclusive(host)
     stopper = exclusive.stopper
     with (
-        host_slot(host, policy.wait_minutes, stopper.stop),
         open_host(host, policy.via) as session,
+        host_slot(host, policy.wait_minutes, stopper.stop),
         put_back_at_the_end(exclusive, session, waited_for),
         stopper,
     ):
