@@ -374,20 +374,21 @@ def test_a_reclaim_without_a_hold_gives_up_slot_and_lock(pretend: PretendHost) -
 
 
 @pytest.fixture
-def server(pretend: PretendHost, monkeypatch: pytest.MonkeyPatch) -> str:
+def llm(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a server on the pretend host; saving a block would take seconds."""
     monkeypatch.setattr(serving_module, "POLL_S", (0.01, 0.01))
-    host = GpuHost(units=["sglang"])
-    host.save("pretend", overwrite=True)
-    made = LlmServer(host=host, unit="sglang", python="/opt/sglang/bin/python", ready_timeout_s=0.5)
-    made.save("sglang-pretend", overwrite=True)
-    return "sglang-pretend"
+    made = LlmServer(
+        host=GpuHost(), unit="sglang", python="/opt/sglang/bin/python", ready_timeout_s=0.5
+    )
+    monkeypatch.setattr(exclusive, "load_server", {"llm": made.server()}.__getitem__)
+    return "llm"
 
 
 def test_the_block_is_left_when_the_server_serves_again(
-    pretend: PretendHost, library: None, server: str
+    pretend: PretendHost, library: None, llm: str
 ) -> None:
     pretend.healths = ["0 Connection refused", "503", "200"]
-    gpus = run(nothing, server=server)
+    gpus = run(nothing, server=llm)
 
     assert gpus.restored is not None
     assert "sglang.service serves again" in gpus.restored.summary
@@ -395,39 +396,39 @@ def test_the_block_is_left_when_the_server_serves_again(
 
 
 def test_a_server_that_does_not_serve_again_fails_the_block(
-    pretend: PretendHost, library: None, server: str
+    pretend: PretendHost, library: None, llm: str
 ) -> None:
     pretend.healths = ["503"]
     with pytest.raises(NotRestored, match="did not serve within") as caught:
-        run(nothing, server=server)
+        run(nothing, server=llm)
 
     assert "journalctl -u sglang.service" in caught.value.remedy
 
 
 def test_an_interpreter_that_is_not_there_fails_the_block(
-    pretend: PretendHost, library: None, server: str
+    pretend: PretendHost, library: None, llm: str
 ) -> None:
     pretend.healths = [""]
     with pytest.raises(NotRestored, match="/opt/sglang/bin/python cannot be run"):
-        run(nothing, server=server)
+        run(nothing, server=llm)
 
 
 def test_who_cancels_does_not_wait_for_the_server(
-    pretend: PretendHost, library: None, server: str
+    pretend: PretendHost, library: None, llm: str
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(raising(KeyboardInterrupt()), server=server)
+        run(raising(KeyboardInterrupt()), server=llm)
 
     assert pretend.active
     assert "ask for health" not in pretend.asked
 
 
 def test_a_server_that_was_not_put_back_is_not_waited_for(
-    pretend: PretendHost, library: None, server: str
+    pretend: PretendHost, library: None, llm: str
 ) -> None:
     pretend.broken = True
     with pytest.raises(NotRestored, match="did not start"):
-        run(nothing, server=server)
+        run(nothing, server=llm)
 
     assert "ask for health" not in pretend.asked
 
