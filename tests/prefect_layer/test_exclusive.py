@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -42,6 +44,7 @@ from unit.values import said
 
 QUICK = ReclaimPolicy(stable_samples=1)
 TAKE, PROVE, BACK = "take the host", "prove the hold", "put back what was stopped"
+KEEP = "keep the hold"
 STOP, END = "stop sglang.service", "end 2 processes"
 LOCKED = ["lock the host", "unlock the host"]
 
@@ -118,10 +121,11 @@ def test_from_the_taking_to_the_page(pretend: PretendHost, events: Events) -> No
     gpus, run_id = evaluation()
 
     assert seen["wrote"] == [TAKE, STOP, END, PROVE]
-    assert seen["runs"] == [str(run_id)]
+    assert seen["runs"] == [run_id]
     assert seen["on the host"][-1] == str(run_id)
     assert (seen["active"], seen["restored"]) == (False, None)
-    assert pretend.wrote[4:] == [BACK]
+    # The last look, then all comes back.
+    assert pretend.wrote[4:] == [KEEP, BACK]
     assert (pretend.active, slot_is_free()) == (True, True)
     assert gpus.report is not None
     assert (gpus.report.verdict, gpus.report.held_until) == (Verdict.CLEAN, "11:00")
@@ -156,7 +160,7 @@ def test_nested_in_itself_it_does_nothing(pretend: PretendHost, library: None) -
 
     run(do)
 
-    assert pretend.wrote == [TAKE, STOP, END, PROVE, BACK]
+    assert pretend.wrote == [TAKE, STOP, END, PROVE, KEEP, BACK]
 
 
 def test_a_reclaim_inside_neither_takes_nor_puts_back(pretend: PretendHost) -> None:
@@ -169,7 +173,7 @@ def test_a_reclaim_inside_neither_takes_nor_puts_back(pretend: PretendHost) -> N
     run(do)
 
     assert "end 1 processes" in pretend.wrote
-    assert (pretend.wrote.count(TAKE), pretend.wrote.count(PROVE)) == (1, 2)
+    assert (pretend.wrote.count(TAKE), pretend.wrote.count(PROVE)) == (1, 1)
     assert (pretend.wrote.index(BACK), pretend.wrote[-1]) == (len(pretend.wrote) - 1, BACK)
     assert not set(LOCKED) & set(pretend.asked)
 
@@ -278,7 +282,7 @@ def test_a_lost_slot_ends_a_sleeping_stage_and_all_is_put_back(
         with get_client(sync_client=True) as client:
             slot = read_slot(client, "pretend")
             assert slot is not None
-            client.release_concurrency_slots_with_lease(UUID(slot.lease))
+            client.release_concurrency_slots_with_lease(slot.lease)
         time.sleep(LIMIT_S)
 
     with pytest.raises(HoldLost, match="gave our slot away"):
@@ -495,7 +499,7 @@ def hooked(run_of: FlowRun, host: str = "") -> None:
 def test_a_hook_puts_back_what_its_own_run_stopped(pretend: PretendHost, by: str) -> None:
     with get_client(sync_client=True) as client:
         run_of = ended(client, {"host": "pretend"} if by == "parameter" else {})
-        slots._ensure(client, limit_name("pretend"))
+        slots._ensure(client, "pretend")
         acquired(client, "pretend", [str(run_of.id)])
         pretend.active, pretend.token, pretend.record = False, "t", ["sglang.service"]
         pretend.runs = f"child {run_of.id}"
@@ -507,8 +511,8 @@ def test_a_hook_puts_back_what_its_own_run_stopped(pretend: PretendHost, by: str
 
 def test_a_hook_leaves_alone_what_another_run_has(pretend: PretendHost) -> None:
     with get_client(sync_client=True) as client:
-        slots._ensure(client, limit_name("pretend"))
-        other = acquired(client, "pretend", ["another"])
+        slots._ensure(client, "pretend")
+        other = acquired(client, "pretend", [str(uuid4())])
         pretend.active, pretend.token, pretend.record = False, "t", ["sglang.service"]
         pretend.runs = "another"
         hooked(ended(client, {"host": "pretend"}))
@@ -556,3 +560,35 @@ def test_a_pipeline_that_crashes_after_a_reclaim_with_a_hold_is_put_back(
         pipeline()
 
     assert (pretend.active, pretend.wrote[-1]) == (True, BACK)
+
+
+def test_who_outlives_a_block_gets_one_of_its_own(pretend: PretendHost, library: None) -> None:
+    """A context is copied into tasks and threads: in it the block that is over still stands."""
+    copied: list[Context] = []
+    run(lambda _: copied.append(copy_context()))
+    assert pretend.active is True
+    late = copied[0].run(lambda: run(nothing))
+    assert late.restored is not None
+    assert pretend.wrote.count(TAKE) == 2
+
+
+def test_in_a_coroutine_the_block_ends_and_nobody_else(
+    pretend: PretendHost, library: None, watched: None
+) -> None:
+    """The loop, and who else runs in it, goes on."""
+
+    async def bystander() -> str:
+        await asyncio.sleep(2)
+        return "well"
+
+    async def stage() -> None:
+        with exclusive_gpus("pretend", QUICK):
+            pretend.token = "another's"
+            await asyncio.sleep(LIMIT_S)
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(stage(), bystander(), return_exceptions=True)
+
+    lost, well = asyncio.run(both())
+    assert isinstance(lost, HoldLost)
+    assert well == "well"

@@ -305,7 +305,7 @@ def test_the_slot_of_a_run_that_is_over_is_freed_at_once(
     host: str, client: SyncPrefectClient
 ) -> None:
     """Without waiting for its lease, and without wait_minutes."""
-    slots._ensure(client, limit_name(host))
+    slots._ensure(client, host)
     acquired(client, host, [a_run(client, over=False), a_run(client, over=True)])
     with host_slot(host):
         assert in_use(client, host) == 1
@@ -313,7 +313,7 @@ def test_the_slot_of_a_run_that_is_over_is_freed_at_once(
 
 
 def test_the_slot_of_a_run_that_is_no_more_is_freed(host: str, client: SyncPrefectClient) -> None:
-    slots._ensure(client, limit_name(host))
+    slots._ensure(client, host)
     acquired(client, host, [str(uuid4())])
     take(host)
 
@@ -321,7 +321,7 @@ def test_the_slot_of_a_run_that_is_no_more_is_freed(host: str, client: SyncPrefe
 
 
 def test_the_slot_of_a_run_that_goes_on_is_left_alone(host: str, client: SyncPrefectClient) -> None:
-    slots._ensure(client, limit_name(host))
+    slots._ensure(client, host)
     acquired(client, host, [a_run(client, over=False)])
     with pytest.raises(HeldByOther):
         take(host)
@@ -332,7 +332,7 @@ def test_the_slot_of_a_run_that_goes_on_is_left_alone(host: str, client: SyncPre
 def test_a_slot_that_cannot_be_freed_is_no_endless_loop(
     host: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots._ensure(client, limit_name(host))
+    slots._ensure(client, host)
     acquired(client, host, [a_run(client, over=True)])
     monkeypatch.setattr(slots, "_free", lambda *_: None)
     with pytest.raises(HeldByOther):
@@ -376,7 +376,7 @@ def test_slots_of_a_server_that_forgot_their_leases_are_repaired(
 def test_the_forgotten_slot_of_a_run_that_is_over_is_repaired(
     host: str, client: SyncPrefectClient
 ) -> None:
-    slots._ensure(client, limit_name(host))
+    slots._ensure(client, host)
     forget(client, host, acquired(client, host, [a_run(client, over=True)]))
     take(host)
 
@@ -384,7 +384,7 @@ def test_the_forgotten_slot_of_a_run_that_is_over_is_repaired(
 
 
 def test_a_hook_frees_the_slot_of_its_own_run_alone(host: str, client: SyncPrefectClient) -> None:
-    slots._ensure(client, limit_name(host))
+    slots._ensure(client, host)
     ours, theirs = str(uuid4()), a_run(client, over=False)
     free_slot_of(host, ours)
     acquired(client, host, [theirs])
