@@ -32,7 +32,7 @@ from gpu_reclaim.errors import (
 from gpu_reclaim.flows import exclusive, exclusive_gpus, put_back_after, reclaim_gpus
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.reclaim import reclaim
-from gpu_reclaim.tasks import slots, stage
+from gpu_reclaim.tasks import artifacts, slots, stage
 from gpu_reclaim.tasks.host import open_host
 from gpu_reclaim.tasks.slots import host_slot, limit_name, read_slot
 from gpu_reclaim.tasks.stage import Exclusive
@@ -246,7 +246,7 @@ def test_what_cannot_be_told_keeps_nobody(
         raise RuntimeError("the server is away")
 
     monkeypatch.setattr(stage, "emit_event", fail)
-    monkeypatch.setattr(stage.artifacts, "show_exclusive", fail)
+    monkeypatch.setattr(artifacts, "show_exclusive", fail)
     run(nothing)
 
     assert pretend.active
@@ -492,7 +492,7 @@ def hooked(run_of: FlowRun, host: str = "") -> None:
     def evaluation() -> None:
         pass
 
-    put_back_after(host)(flow=evaluation, flow_run=run_of, state=Cancelled())  # type: ignore[call-arg]
+    put_back_after(host)(flow=evaluation, flow_run=run_of, state=Cancelled())
 
 
 @pytest.mark.parametrize("by", ["parameter", "argument"])
@@ -586,7 +586,7 @@ def test_in_a_coroutine_the_block_ends_and_nobody_else(
             pretend.token = "another's"
             await asyncio.sleep(LIMIT_S)
 
-    async def both() -> list[Any]:
+    async def both() -> tuple[Any, Any]:
         return await asyncio.gather(stage(), bystander(), return_exceptions=True)
 
     lost, well = asyncio.run(both())
