@@ -219,7 +219,9 @@ def test_an_error_of_the_stage_puts_back_and_comes_out(lab: Lab) -> None:
     assert witness.state_of(lab) == "active"
     assert holds.traces(lab) == []
     page = str(artifacts()["gpu-exclusive-lab"]).replace("\\", "")
-    assert "the block ended with ZeroDivisionError: tuning went wrong" in page
+    assert "the block ended with ZeroDivisionError" in page
+    # What others' errors say may hold secrets.
+    assert "tuning went wrong" not in page
 
 
 def test_what_does_not_come_back_fails_a_good_block(lab: Lab) -> None:
