@@ -9,6 +9,7 @@ from gpu_reclaim import holding
 from gpu_reclaim.commands import Section
 from gpu_reclaim.holding import Answer, Claim
 from gpu_reclaim.lease import Places
+from gpu_reclaim.models import Lease
 from gpu_reclaim.restoring import parse_units
 from unit.shells import here, stub
 
@@ -34,7 +35,10 @@ case " $* " in
     if [ -e @HOME@/"$name".broken ]; then set_state "$name" failed failed; exit 1; fi
     sleep @SLOW@
     set_state "$name" active running;;
-  *" stop "*) set_state "$name" inactive dead;;
+  *" kill "*) rm -f @HOME@/"$name".deaf;;
+  *" stop "*)
+    [ ! -e @HOME@/"$name".deaf ] || exit 1
+    set_state "$name" inactive dead;;
 esac
 """
 
@@ -74,8 +78,9 @@ class HeldHost:
         owner: str = "me",
         ttl_s: int = 60,
         rest: Sequence[tuple[str, int, int]] = (),
+        runs: Sequence[str] = (),
     ) -> Answer:
-        claim = Claim(token, owner, "http://run", ttl_s)
+        claim = Claim(token, owner, "http://run", ttl_s, runs)
         body = holding.take(claim, names, names, rest, places=self.places)
         return holding.parse(self._run(body))
 
@@ -84,6 +89,12 @@ class HeldHost:
 
     def renew(self, token: str = "t1") -> Answer:
         return holding.parse(self._run(holding.renew(Claim(token, ttl_s=60), places=self.places)))
+
+    def release(self, token: str = "t1") -> Answer:
+        return holding.parse(self._run(holding.release(Claim(token), places=self.places)))
+
+    def who(self) -> Lease | None:
+        return holding.parse_lease(self._run(holding.who(places=self.places)))
 
     def restore(self, token: str = "any") -> tuple[str, dict[str, str]]:
         section = self._run(holding.restore(token, places=self.places))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from gpu_reclaim import hold
@@ -13,12 +15,16 @@ from gpu_reclaim.errors import (
     LinkLost,
     Unreachable,
 )
+from gpu_reclaim.guarded import PUT_BACK_TRIES_S, put_back, put_back_unless_good
+from gpu_reclaim.hold import Holder
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, RestoredUnit, Verdict
 from gpu_reclaim.reclaim import reclaim
+from gpu_reclaim.record import Record
+from gpu_reclaim.steps import survey
 from gpu_reclaim.stopping import stop_systemd
 from gpu_reclaim.taking import LOST
 from unit.scenery import LEASE, LOCKS, Host, Scene, Unit, scene
-from unit.values import process
+from unit.values import process, said
 
 SGLANG = "sglang.service"
 TAKE, KEEP, PROVE = "take the host", "keep the hold", "prove the hold"
@@ -100,18 +106,18 @@ def test_held_by_another_is_told_and_nothing_is_touched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "summary"),
     [
         ("status unset\n", "the hold cannot be set"),
         ("why systemctl does not show x\nstatus unshown\n", "systemctl does not show x"),
         ("", "makes no sense"),
     ],
 )
-def test_a_hold_that_cannot_be_had_stops_nothing(answer: str, said: str) -> None:
+def test_a_hold_that_cannot_be_had_stops_nothing(answer: str, summary: str) -> None:
     stage = serving()
     stage.host.holds[TAKE] = answer
     report = refused(stage)
-    assert said in report.summary
+    assert summary in report.summary
     assert report.remedy
     assert stage.writes == [TAKE, BACK]
     assert stage.host.units[SGLANG].active == "active"
@@ -215,7 +221,7 @@ def test_a_restore_tells_whose_hold_it_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "complete", "said", "advised"),
+    ("answer", "complete", "summary", "advised"),
     [
         ("status nothing\n", True, "nothing to put back", ""),
         ("status other\n", True, "another run holds the host", ""),
@@ -228,13 +234,287 @@ def test_a_restore_tells_whose_hold_it_ended() -> None:
         ("unit a edited\nunit b started\nstatus done\n", True, "left alone", "systemctl start a"),
     ],
 )
-def test_what_a_restore_says(answer: str, complete: bool, said: str, advised: str) -> None:
+def test_what_a_restore_says(answer: str, complete: bool, summary: str, advised: str) -> None:
     stage = serving()
     stage.host.holds[BACK] = answer
     report = hold.restore(stage.session)
     assert report.complete is complete
-    assert said in report.summary
+    assert summary in report.summary
     assert advised in report.remedy
+
+
+# Another run has the host.
+
+LOOK = "look at the hold"
+OTHERS = LEASE.replace("owner me", "owner the nightly run")
+
+
+def busy_until(stage: Scene, at: float, name: str = LOCKS[0]) -> None:
+    """Another run has the host until then, by the clock of the scene."""
+
+    def hook(_: Script) -> None:
+        busy = stage.clock.now < at
+        stage.host.holds[name] = f"{OTHERS}status held\n" if busy else f"{LEASE}status taken\n"
+        stage.host.holds[LOOK] = f"{OTHERS}status taken\n" if busy else ""
+        stage.host.lease = OTHERS if busy else ""
+
+    stage.host.hook = hook
+
+
+def waiting(minutes: float, **more: object) -> ReclaimPolicy:
+    return ReclaimPolicy.model_validate({"wait_minutes": minutes, **more})
+
+
+@pytest.mark.parametrize(("minutes", "name"), [(0, LOCKS[0]), (60, TAKE)], ids=["lock", "hold"])
+def test_a_host_is_taken_as_soon_as_it_is_free(minutes: float, name: str) -> None:
+    stage = serving()
+    busy_until(stage, 1061, name)
+    report = reclaim(stage.session, waiting(10, hold_minutes=minutes))
+
+    assert report.verdict == Verdict.CLEAN
+    asked = [x.name for x in stage.direct.asked]
+    assert asked.count(LOOK) == 31
+    # Once for the taking, once for the reclaim: what was seen before the wait is of no use.
+    free = len(asked) - asked[::-1].index(LOOK)
+    assert asked[free : free + 3] == ["survey", name, "survey"]
+    assert sum(x for x in stage.clock.sleeps if x == 2) == 62
+
+
+def test_what_changed_during_the_wait_is_seen() -> None:
+    stage = serving()
+    busy_until(stage, 1061)
+    before = stage.host.hook
+
+    def hook(script: Script) -> None:
+        before(script)
+        if script.name == LOOK and all(x.pid != 61 for x in stage.host.processes):
+            stage.host.processes.append(process(61, name="late.py"))
+
+    stage.host.hook = hook
+    report = reclaim(stage.session, waiting(10))
+
+    assert 61 in [row.pid for row in report.ended]
+
+
+def test_what_became_hopeless_during_the_wait_is_refused_untouched() -> None:
+    stage = serving()
+    busy_until(stage, 1061)
+    before = stage.host.hook
+
+    def hook(script: Script) -> None:
+        before(script)
+        if script.name == LOOK:
+            stage.host.smi_code = 9
+
+    stage.host.hook = hook
+    report = refused(stage, waiting(10))
+
+    assert report.verdict == Verdict.DRIVER_FAULT
+    assert report.summary.endswith("nothing was touched")
+    assert stage.writes == []
+    # The lock was had by then, and is given up.
+    assert stage.direct.asked[-1].name == LOCKS[1]
+
+
+def test_what_looks_hopeless_while_another_works_is_waited_for() -> None:
+    """Its stage holds memory that nobody is seen to hold; once it is over all is well."""
+    stage = serving()
+    busy_until(stage, 1061)
+    before = stage.host.hook
+
+    def hook(script: Script) -> None:
+        before(script)
+        stage.host.smi_code = 9 if stage.clock.now < 1061 else 0
+
+    stage.host.hook = hook
+
+    assert reclaim(stage.session, waiting(10)).verdict == Verdict.CLEAN
+
+
+def test_at_the_end_of_the_wait_it_is_told_who_has_it() -> None:
+    stage = serving()
+    busy_until(stage, 10_000)
+    report = refused(stage, waiting(1))
+
+    assert report.verdict == Verdict.UNKNOWN
+    assert report.summary == (
+        "llm: held by the nightly run since 10:00 until 11:00; nothing was touched"
+    )
+    assert "wait until 11:00" in report.remedy
+    assert stage.writes == []
+    assert stage.clock.now == pytest.approx(1060)
+    # What is another's is neither put back nor given up.
+    assert LOCKS[1] not in [x.name for x in stage.direct.asked]
+
+
+def test_somebody_quicker_is_waited_for_too() -> None:
+    stage = serving()
+    turns = ["held", "held", "taken"]
+
+    def hook(script: Script) -> None:
+        if script.name == LOCKS[0]:
+            stage.host.holds[LOCKS[0]] = f"{OTHERS}status {turns.pop(0)}\n"
+
+    stage.host.hook = hook
+
+    assert reclaim(stage.session, waiting(1)).verdict == Verdict.CLEAN
+    assert turns == []
+
+
+def test_a_plan_tells_who_has_the_host_and_waits_for_nobody() -> None:
+    stage = serving()
+    stage.host.lease = OTHERS
+    report = reclaim(stage.session, ReclaimPolicy(mode="plan", wait_minutes=10))
+
+    assert report.verdict == Verdict.PLANNED
+    assert report.summary.endswith(
+        "it would have to wait, for the host is held by the nightly run since 10:00 until 11:00"
+    )
+    assert (stage.clock.sleeps, stage.writes) == ([], [])
+    assert [x.name for x in stage.direct.asked] == ["survey"]
+
+
+# The lock is given up.
+
+
+def cut_at(stage: Scene, *names: str) -> None:
+    def hook(asked: Script) -> None:
+        if asked.name in names:
+            raise Unreachable("no answer")
+
+    stage.host.hook = hook
+
+
+@pytest.mark.parametrize("trouble", ["settle", "stop sglang.service", "immortal", "cancel"])
+def test_a_lock_is_given_up_however_the_run_ends(trouble: str) -> None:
+    stage = serving()
+    cut_at(stage, trouble)
+    stage.host.immortal = {60} if trouble == "immortal" else set()
+
+    def cancel(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    if trouble == "cancel":
+        stage.session.sleep = cancel
+        with pytest.raises(KeyboardInterrupt):
+            reclaim(stage.session, ReclaimPolicy())
+    else:
+        refused(stage, ReclaimPolicy(settle_timeout_s=1))
+
+    assert stage.direct.asked[-1].name == LOCKS[1]
+    assert BACK not in stage.asked
+    assert not stage.session.locked
+
+
+def test_a_lock_that_cannot_be_given_up_is_only_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = serving(lease_s=100)
+    cut_at(stage, LOCKS[1])
+    with caplog.at_level(logging.WARNING, "gpu_reclaim"):
+        report = reclaim(stage.session, ReclaimPolicy())
+
+    assert report.verdict == Verdict.CLEAN
+    assert [x for x in said(caplog) if "lock could not be given up" in x] == [
+        "llm: the lock could not be given up (no answer); it is over in 165 s"
+    ]
+
+
+def test_a_host_that_was_never_taken_is_not_given_up() -> None:
+    stage = serving()
+    stage.host.smi_code = 9
+    refused(stage, ReclaimPolicy())
+
+    assert not set(LOCKS) & {x.name for x in stage.direct.asked}
+
+
+@pytest.mark.parametrize("minutes", [0, 60])
+def test_inside_of_another_runs_hold_nothing_is_put_back_or_given_up(minutes: float) -> None:
+    """The session has the host already: whoever took it ends that."""
+    stage = serving()
+    stage.session.locked, stage.session.held = True, [SGLANG]
+    stage.session.signed_s = stage.clock.now
+    record = Record(stage.session, ReclaimPolicy(hold_minutes=minutes))
+    with pytest.raises(LinkLost), put_back_unless_good(record):
+        raise LinkLost("gone")
+    with put_back_unless_good(record):
+        pass
+
+    assert stage.direct.asked == []
+    assert (stage.session.locked, stage.session.held) == (True, [SGLANG])
+
+
+# Putting back over a broken connection.
+
+
+@pytest.mark.parametrize("times", [1, 3, 7])
+def test_putting_back_is_tried_again_over_a_broken_connection(times: int) -> None:
+    stage = serving()
+    stage.host.immortal = {60}
+    left = [Unreachable("no answer")] * times
+
+    def cut(asked: Script) -> None:
+        if asked.name == BACK and left:
+            raise left.pop()
+
+    stage.host.hook = cut
+    report = refused(stage)
+
+    assert report.restored == [RestoredUnit(unit=SGLANG, outcome="started")]
+    assert stage.writes.count(BACK) == times + 1
+    assert stage.clock.sleeps[-times:] == list(PUT_BACK_TRIES_S[:times])
+
+
+def test_after_two_minutes_it_is_left_to_the_host() -> None:
+    stage = serving(lease_s=100)
+    stage.host.immortal = {60}
+    cut_at(stage, BACK)
+    report = refused(stage)
+
+    assert stage.writes.count(BACK) == len(PUT_BACK_TRIES_S) + 1
+    assert stage.clock.sleeps[-7:] == list(PUT_BACK_TRIES_S)
+    assert sum(PUT_BACK_TRIES_S) == 120
+    assert "could not be put back now (no answer)" in report.restore
+
+
+def test_who_cancels_waits_for_one_more_attempt_alone() -> None:
+    stage = serving()
+    cut_at(stage, BACK)
+    stage.session.held, stage.session.locked = [SGLANG], True
+    report = put_back(stage.session, tries=False)
+
+    assert (report.complete, stage.writes) == (False, [BACK, BACK])
+    assert stage.clock.sleeps == [1]
+
+
+def test_an_answer_that_makes_no_sense_is_not_asked_for_again() -> None:
+    stage = serving()
+    stage.host.holds[BACK] = ""
+    report = put_back(stage.session)
+
+    assert (report.complete, stage.writes, stage.clock.sleeps) == (False, [BACK], [])
+    assert report.remedy
+
+
+@pytest.mark.parametrize(
+    ("run", "token", "everybody"), [("", "", False), ("", "any", True), ("r1", "run:r1", False)]
+)
+def test_whose_hold_is_put_back(run: str, token: str, everybody: bool) -> None:
+    stage = serving()
+    hold.restore(stage.session, everybody=everybody, run=run)
+
+    assert script(stage, BACK).endswith(f"\nrestore {token or stage.session.token}")
+
+
+def test_who_takes_a_host_is_written_down() -> None:
+    stage = serving()
+    seen = survey(stage.session, POLICY)
+    hold.take(stage.session, POLICY, seen, Holder("Prefect run x", "http://ui/1", ["r1", "r2"]))
+    text = script(stage, TAKE)
+
+    assert "OWNER='Prefect run x'\n" in text
+    assert "URL=http://ui/1\n" in text
+    assert "RUNS='r1 r2'" in text
 
 
 @pytest.mark.parametrize("answer", ["", "status busy\n", "unit a started\n"])

@@ -325,6 +325,189 @@ def test_reading_an_idle_host(host: HeldHost) -> None:
     assert host.traces == []
 
 
+# A lock alone: no unit is held.
+
+
+def test_a_lock_alone_writes_no_record_and_holds_nothing(host: HeldHost) -> None:
+    host.unit(A)
+    answer = host.take()
+    assert answer.status == "taken"
+    assert answer.lease is not None
+    assert (host.record.exists(), host.record.parent.exists()) == (False, False)
+    assert [x for x in host.traces if x.startswith("systemd/system/")] == []
+    assert "daemon-reload" not in host.calls
+    # Should its run die, the timer takes the lease away.
+    assert host.state("gpu-reclaim-deadman.timer") == "active"
+    assert host.renew().status == "taken"
+    assert host.state(A) == "active"
+
+
+def test_a_lock_alone_keeps_others_off(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(owner="the first")
+    for names in ((), (A,)):
+        answer = host.take(*names, token="t2")
+        assert answer.status == "held"
+        assert answer.lease is not None
+        assert answer.lease.owner == "the first"
+    assert host.release("t2").status == "taken"
+    assert host.renew().status == "taken"
+
+
+def test_a_lock_that_is_given_up_leaves_no_trace(host: HeldHost) -> None:
+    host.unit(A)
+    host.take()
+    assert host.release().status == "taken"
+    assert host.traces == []
+    assert host.state("gpu-reclaim-deadman.timer") == "inactive"
+    assert host.started == []
+    assert host.renew().status == "lost"
+    assert host.release().status == "taken"
+    assert host.take(token="t2").status == "taken"
+
+
+def test_the_dead_man_ends_a_lock_whose_run_is_dead(host: HeldHost) -> None:
+    host.unit(A, "inactive")
+    host.take()
+    assert host.dead_man() == ""
+    assert host.lease.exists()
+    host.expire()
+    host.dead_man()
+    assert host.traces == []
+    assert host.started == []
+
+
+def test_the_lock_of_a_dead_run_is_no_obstacle_and_nothing_was_left(host: HeldHost) -> None:
+    host.take(owner="the dead")
+    host.expire()
+    answer = host.take(token="t2")
+    assert (answer.status, answer.found) == ("taken", [])
+
+
+def test_what_could_not_be_started_stays_on_the_record_beyond_a_lock(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A, owner="the dead")
+    host.stop(A)
+    (host.home / f"{A}.broken").touch()
+    host.expire()
+    answer = host.take(token="t2")
+    assert [(x.unit, x.outcome) for x in answer.found] == [(A, "failed")]
+    tried = len(host.started)
+    assert host.release("t2").status == "taken"
+    assert f"unit {A} restore" in host.record.read_text()
+    assert host.who() is None
+    assert not host.places_of("gpu-reclaim/hold").exists()
+    assert [x for x in host.traces if x.startswith("systemd/system/")] == []
+    # Not at once: it has just failed. The timer tries again, and is done once it starts.
+    assert len(host.started) == tried
+    assert host.dead_man() == ""
+    (host.home / f"{A}.broken").unlink()
+    host.places_of("gpu-reclaim/retry").write_text("wait 30\nat 1\n")
+    assert f"unit {A} started" in host.dead_man()
+    assert host.traces == []
+
+
+# Whose hold it is.
+
+
+def test_a_run_puts_back_only_what_it_took(host: HeldHost) -> None:
+    """Its own id, or that of a run around it; no part of one, and no pattern."""
+    host.unit(A)
+    host.take(A, runs=["run-child", "run-parent"])
+    host.stop(A)
+    for other in ("run:run-other", "run:run", "run:", "run:*"):
+        assert host.restore(other)[0] == "other", other
+    assert host.state(A) == "inactive"
+    assert host.restore("run:run-parent") == ("done", {A: "started"})
+    assert host.traces == []
+    assert host.restore("run:run-parent") == ("nothing", {})
+
+
+def test_a_hold_outside_of_any_run_is_no_runs(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    assert host.restore("run:run-1")[0] == "other"
+    assert host.renew().status == "taken"
+
+
+def test_runs_are_on_lease_and_record_and_stay_there(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A, runs=["r1", "r2"])
+    host.renew()
+    assert "\nruns r1 r2\n" in host.lease.read_text()
+    assert "\nruns r1 r2\n" in host.record.read_text()
+    host.stop(A)
+    # After a restart of the host there is no lease any more.
+    host.lease.unlink()
+    assert host.restore("run:r3")[0] == "other"
+    assert host.restore("run:r2") == ("done", {A: "started"})
+
+
+def test_who_holds_is_told_as_long_as_somebody_does(host: HeldHost) -> None:
+    host.unit(A)
+    assert host.who() is None
+    host.take(A, owner="the first", runs=["r1"])
+    lease = host.who()
+    assert lease is not None
+    assert (lease.owner, lease.url, lease.runs) == ("the first", "http://run", "r1")
+    host.expire()
+    assert host.who() is None
+    assert host.state(A) == "active"
+
+
+# What the stage started.
+
+STAGE = "gpureclaim.slice"
+
+
+def slice_calls(host: HeldHost) -> list[str]:
+    return [x for x in host.calls if STAGE in x and " show " not in f" {x} "]
+
+
+@pytest.mark.parametrize("state", ["active", "deactivating"])
+def test_what_the_stage_started_is_ended_before_anything_is_started(
+    host: HeldHost, state: str
+) -> None:
+    host.unit(A)
+    host.take(A)
+    host.stop(A)
+    host.unit(STAGE, state)
+    assert host.restore("t1")[0] == "done"
+    stop = f"--no-ask-password stop -- {STAGE}"
+    assert slice_calls(host) == [stop]
+    starts = [x for x in host.calls if " start " in x]
+    assert host.calls.index(stop) < host.calls.index(starts[-1])
+    assert host.state(STAGE) == "inactive"
+
+
+def test_a_stage_that_does_not_end_is_killed(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.unit(STAGE)
+    (host.home / f"{STAGE}.deaf").touch()
+    assert host.restore("t1")[0] == "done"
+    stop = f"--no-ask-password stop -- {STAGE}"
+    assert slice_calls(host) == [stop, f"kill -s KILL -- {STAGE}", stop]
+    assert host.state(STAGE) == "inactive"
+
+
+def test_without_a_stage_nothing_is_stopped_for_it(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.restore("t1")
+    assert slice_calls(host) == []
+
+
+def test_the_stage_of_a_dead_run_is_ended_by_the_dead_man_too(host: HeldHost) -> None:
+    host.unit(A)
+    host.take(A)
+    host.stop(A)
+    host.unit(STAGE)
+    host.expire()
+    assert f"unit {A} started" in host.dead_man()
+    assert host.state(STAGE) == "inactive"
+
+
 # Parsers and order.
 
 
