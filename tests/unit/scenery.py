@@ -24,7 +24,6 @@ HOLDS = {
     "lock the host": f"{LEASE}status taken\n",
     "unlock the host": "status taken\n",
     "take the host": f"{LEASE}status taken\n",
-    "look at the hold": "",
     "keep the hold": f"{LEASE}status taken\n",
     "look at the hold": "",
     "prove the hold": f"refused sglang.service\n{LEASE}status taken\n",

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from gpu_reclaim import hold
+from gpu_reclaim import claiming, hold
+from gpu_reclaim.claiming import Holder
 from gpu_reclaim.commands import Script, Section
 from gpu_reclaim.errors import (
     BadAnswer,
@@ -15,8 +16,7 @@ from gpu_reclaim.errors import (
     LinkLost,
     Unreachable,
 )
-from gpu_reclaim.guarded import PUT_BACK_TRIES_S, put_back, put_back_unless_good
-from gpu_reclaim.hold import Holder
+from gpu_reclaim.guarded import PUT_BACK_S, put_back, put_back_unless_good
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, RestoredUnit, Verdict
 from gpu_reclaim.reclaim import reclaim
 from gpu_reclaim.record import Record
@@ -462,7 +462,7 @@ def test_putting_back_is_tried_again_over_a_broken_connection(times: int) -> Non
 
     assert report.restored == [RestoredUnit(unit=SGLANG, outcome="started")]
     assert stage.writes.count(BACK) == times + 1
-    assert stage.clock.sleeps[-times:] == list(PUT_BACK_TRIES_S[:times])
+    assert stage.clock.sleeps[-times:] == [1, 2, 4, 8, 15, 15, 15][:times]
 
 
 def test_after_two_minutes_it_is_left_to_the_host() -> None:
@@ -471,20 +471,21 @@ def test_after_two_minutes_it_is_left_to_the_host() -> None:
     cut_at(stage, BACK)
     report = refused(stage)
 
-    assert stage.writes.count(BACK) == len(PUT_BACK_TRIES_S) + 1
-    assert stage.clock.sleeps[-7:] == list(PUT_BACK_TRIES_S)
-    assert sum(PUT_BACK_TRIES_S) == 120
+    waits = [1, 2, 4, 8, *[15] * 7]
+    assert stage.writes.count(BACK) == len(waits) + 1
+    assert stage.clock.sleeps[-len(waits) :] == waits
+    assert sum(waits) <= PUT_BACK_S < sum(waits) + 15
     assert "could not be put back now (no answer)" in report.restore
 
 
-def test_who_cancels_waits_for_one_more_attempt_alone() -> None:
+def test_who_cancels_waits_for_a_quarter_of_a_minute_alone() -> None:
     stage = serving()
     cut_at(stage, BACK)
     stage.session.held, stage.session.locked = [SGLANG], True
     report = put_back(stage.session, tries=False)
 
-    assert (report.complete, stage.writes) == (False, [BACK, BACK])
-    assert stage.clock.sleeps == [1]
+    assert (report.complete, stage.writes) == (False, [BACK] * 5)
+    assert stage.clock.sleeps == [1, 2, 4, 8]
 
 
 def test_an_answer_that_makes_no_sense_is_not_asked_for_again() -> None:
@@ -509,7 +510,7 @@ def test_whose_hold_is_put_back(run: str, token: str, everybody: bool) -> None:
 def test_who_takes_a_host_is_written_down() -> None:
     stage = serving()
     seen = survey(stage.session, POLICY)
-    hold.take(stage.session, POLICY, seen, Holder("Prefect run x", "http://ui/1", ["r1", "r2"]))
+    claiming.take(stage.session, POLICY, seen, Holder("Prefect run x", "http://ui/1", ["r1", "r2"]))
     text = script(stage, TAKE)
 
     assert "OWNER='Prefect run x'\n" in text

@@ -335,11 +335,9 @@ def test_a_lock_alone_writes_no_record_and_holds_nothing(host: HeldHost) -> None
     assert answer.lease is not None
     assert (host.record.exists(), host.record.parent.exists()) == (False, False)
     assert [x for x in host.traces if x.startswith("systemd/system/")] == []
-    assert "daemon-reload" not in host.calls
-    # Should its run die, the timer takes the lease away.
-    assert host.state("gpu-reclaim-deadman.timer") == "active"
     assert host.renew().status == "taken"
-    assert host.state(A) == "active"
+    # A host without systemd can be locked too.
+    assert not (host.home / "calls").exists()
 
 
 def test_a_lock_alone_keeps_others_off(host: HeldHost) -> None:
@@ -359,8 +357,6 @@ def test_a_lock_that_is_given_up_leaves_no_trace(host: HeldHost) -> None:
     host.take()
     assert host.release().status == "taken"
     assert host.traces == []
-    assert host.state("gpu-reclaim-deadman.timer") == "inactive"
-    assert host.started == []
     assert host.renew().status == "lost"
     assert host.release().status == "taken"
     assert host.take(token="t2").status == "taken"
