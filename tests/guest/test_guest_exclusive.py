@@ -1,4 +1,8 @@
-"""exclusive_gpus on the real guest: ours for the length of a block, and as before afterwards."""
+"""exclusive_gpus on the real guest: ours for the length of a block, and as before afterwards.
+
+`make test` has the main path; what is exhaustive here is played there on a host in memory
+(prefect_layer/test_exclusive.py), except for cut wires and restarts.
+"""
 
 from __future__ import annotations
 
@@ -125,6 +129,7 @@ def test_whoever_comes_meanwhile_is_named(lab: Lab) -> None:
     assert witness.state_of(lab) == "active"
 
 
+@pytest.mark.exhaustive
 def test_an_intruder_ends_the_stage_where_the_policy_says_so(lab: Lab) -> None:
     ways.save_host(lab)
     lab.start_server()
@@ -166,7 +171,7 @@ def test_what_the_stage_starts_is_its_own_and_ends_with_it(lab: Lab) -> None:
     assert holds.traces(lab) == []
 
 
-@pytest.mark.parametrize("how", ["expired", "restored"])
+@pytest.mark.parametrize("how", [pytest.param("expired", marks=pytest.mark.exhaustive), "restored"])
 def test_a_hold_that_is_lost_ends_the_stage(lab: Lab, how: str) -> None:
     ways.save_host(lab)
     lab.start_server()
@@ -224,6 +229,7 @@ def test_an_error_of_the_stage_puts_back_and_comes_out(lab: Lab) -> None:
     assert "tuning went wrong" not in page
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_come_back_fails_a_good_block(lab: Lab) -> None:
     ways.save_host(lab)
     lab.start_server()
@@ -241,6 +247,7 @@ def test_what_does_not_come_back_fails_a_good_block(lab: Lab) -> None:
     assert restore_services("lab").complete
 
 
+@pytest.mark.exhaustive
 def test_the_server_must_serve_again(lab: Lab) -> None:
     ways.save_host(lab)
     values: dict[str, Any] = {"host": GpuHost.load("lab"), "unit": UNIT, "ready_timeout_s": 4}
@@ -284,6 +291,7 @@ def test_one_guest_by_two_names_is_one_host(lab: Lab) -> None:
     assert witness.state_of(lab) == "active"
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_waits_for_the_first(lab: Lab) -> None:
     """One waits for the slot, the other, by another name, for the host; both get it in the end."""
     ways.save_host(lab)
@@ -321,6 +329,7 @@ def test_a_second_run_waits_for_the_first(lab: Lab) -> None:
     assert holds.traces(lab) == []
 
 
+@pytest.mark.exhaustive
 def test_a_block_in_another_thread_is_refused_its_slot(lab: Lab) -> None:
     ways.save_host(lab)
     lab.start_server()
@@ -342,6 +351,7 @@ def test_a_block_in_another_thread_is_refused_its_slot(lab: Lab) -> None:
     assert "prefect gcl update gpu-reclaim-lab --active-slots 0" in str(caught[0])
 
 
+@pytest.mark.exhaustive
 def test_a_guest_that_starts_anew_ends_the_stage_and_gets_all_back(lab: Lab) -> None:
     ways.save_host(lab)
     triggers = holds.add_triggers(lab)
@@ -357,6 +367,7 @@ def test_a_guest_that_starts_anew_ends_the_stage_and_gets_all_back(lab: Lab) -> 
     assert holds.traces(lab) == []
 
 
+@pytest.mark.exhaustive
 def test_a_short_cut_of_the_wire_does_no_harm(lab: Lab) -> None:
     ways.save_host(lab, guest=None)
     lab.start_server()

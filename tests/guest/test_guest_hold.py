@@ -191,6 +191,7 @@ def test_what_others_did_meanwhile_stays(lab: Lab) -> None:
     assert holds.traces(lab) == []
 
 
+@pytest.mark.exhaustive
 def test_a_unit_that_does_not_start_stays_on_the_record(lab: Lab) -> None:
     """The others come back, the host tries again at longer intervals, and the next run too."""
     script = lab.guest.rootfs / "run/lab-fragile"

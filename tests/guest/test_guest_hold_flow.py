@@ -45,6 +45,7 @@ def test_held_by_one_flow_and_put_back_by_another(lab: Lab) -> None:
     assert holds.traces(lab) == []
 
 
+@pytest.mark.exhaustive
 def test_inside_a_pipeline(lab: Lab) -> None:
     ways.save_host(lab)
     lab.start_server()
@@ -97,6 +98,7 @@ class Cancelled(BaseException):
     """As a cancel raises it."""
 
 
+@pytest.mark.exhaustive
 def test_a_cancelled_flow_is_put_back_and_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     ways.save_host(lab)
     lab.start_server()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +24,18 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "MAX_STOP_S", 3)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.group}: {kind.name}")
+IN_MAKE_TEST = random.Random(4).sample(KINDS, len(KINDS) // 2)
+"""The sample of `make test`; `make kinds` plays all."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in IN_MAKE_TEST else pytest.mark.exhaustive)
+        for kind in KINDS
+    ],
+    ids=lambda kind: f"{kind.group}: {kind.name}",
+)
 def test_kind(
     lab: Lab,
     kind: Kind,

@@ -29,7 +29,7 @@ from lab.lab import Lab
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server")]
 
 CYCLES = int(os.environ.get("GPU_LAB_CYCLES", "200"))
-FEW = 4
+FEW = 2
 WARM = 5
 """Cycles until what is made once is made: threads of the client, caches."""
 
