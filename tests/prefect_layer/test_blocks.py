@@ -13,12 +13,13 @@ from prefect.plugins import load_prefect_collections
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 from pydantic import SecretStr, ValidationError
 
-from gpu_reclaim.blocks import GpuHost, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump
+from gpu_reclaim.blocks import GpuHost, LlmServer, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump
 from gpu_reclaim.commands import Guard
 from gpu_reclaim.errors import BadInput, UnknownHost
-from gpu_reclaim.tasks.host import load_host
+from gpu_reclaim.serving import Server
+from gpu_reclaim.tasks.host import load_host, load_server
 
-BLOCKS = [GpuHost, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump]
+BLOCKS = [GpuHost, LlmServer, ProxmoxApi, ProxmoxGuest, SshAccess, SshJump]
 SECRET = "the-secret-nobody-may-see"
 
 
@@ -130,6 +131,11 @@ def test_secret_of_a_nested_block_that_was_never_saved_is_masked() -> None:
         (GpuHost, {"units": ["sglang*"]}, "no systemd unit name"),
         (GpuHost, {"units": ["--all"]}, "no systemd unit name"),
         (GpuHost, {"expected_gpus": 0}, "greater than or equal to 1"),
+        (LlmServer, {"host": GpuHost(), "unit": "sglang*"}, "no systemd unit name"),
+        (LlmServer, {"host": GpuHost(), "unit": ""}, "unit"),
+        (LlmServer, {"host": GpuHost(), "unit": "a", "base_url": "127.0.0.1:30000"}, "http://"),
+        (LlmServer, {"host": GpuHost(), "unit": "a", "ready_timeout_s": 0}, "greater than 0"),
+        (LlmServer, {"unit": "a"}, "host"),
     ],
 )
 def test_wrong_value_is_refused_when_the_block_is_made(
@@ -207,6 +213,29 @@ def test_unknown_host_is_named_with_the_cure(name: str) -> None:
     assert "GpuHost" in caught.value.remedy
     if name:
         assert "host" in caught.value.remedy.split(";")[0]
+
+
+def test_server_survives_a_round_trip_and_hides_the_secrets_of_its_host() -> None:
+    host = GpuHost(ssh=access(), units=["sglang"])
+    made = LlmServer(host=host, unit="sglang", python="/opt/sglang/bin/python")
+    made.save("llm", overwrite=True)
+    with get_client(sync_client=True) as client:
+        shown = client.read_block_document_by_name(
+            "llm", "gpu-reclaim-llm-server", include_secrets=False
+        )
+
+    assert SECRET not in str(shown.model_dump())
+    assert load_server("llm") == Server(
+        "sglang.service", "http://127.0.0.1:30000", "/opt/sglang/bin/python", 1800
+    )
+
+
+@pytest.mark.parametrize("name", ["", "never-saved"])
+def test_unknown_server_is_named_with_the_cure(name: str) -> None:
+    with pytest.raises(UnknownHost) as caught:
+        load_server(name)
+
+    assert "LlmServer(host=" in caught.value.remedy
 
 
 def test_default_host_comes_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
