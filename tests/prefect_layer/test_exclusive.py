@@ -97,6 +97,13 @@ def slot_is_free() -> bool:
         return free(client, "pretend")
 
 
+def give_away_slot() -> None:
+    with get_client(sync_client=True) as client:
+        slot = read_slot(client, "pretend")
+        assert slot is not None
+        client.release_concurrency_slots_with_lease(slot.lease)
+
+
 def raising(error: BaseException) -> Callable[[Exclusive], None]:
     def do(_: Exclusive) -> None:
         raise error
@@ -289,6 +296,45 @@ def test_a_lost_slot_ends_a_sleeping_stage_and_all_is_put_back(
         run(do)
 
     assert (pretend.active, slot_is_free()) == (True, True)
+
+
+def test_a_slot_lost_while_the_gpus_are_being_freed_ends_that_too(
+    pretend: PretendHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "RENEW_S", 0.05)
+
+    def lose(script: Script) -> None:
+        if script.name == END:
+            give_away_slot()
+            time.sleep(LIMIT_S)
+
+    pretend.trouble = lose
+    reached: list[Exclusive] = []
+    with pytest.raises(HoldLost, match="gave our slot away"):
+        run(reached.append)
+
+    assert reached == []
+    # At once, and once more by the run's own hook, which finds nothing left.
+    assert pretend.wrote == [TAKE, STOP, BACK, BACK]
+    assert (pretend.active, slot_is_free()) == (True, True)
+
+
+def test_on_two_hosts_the_loss_of_the_outer_one_ends_the_stage(
+    pretend: PretendHost, library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "RENEW_S", 0.05)
+
+    def do(_: Exclusive) -> None:
+        with exclusive_gpus("the-other", QUICK):
+            give_away_slot()
+            time.sleep(LIMIT_S)
+
+    began = time.monotonic()
+    with pytest.raises(HoldLost, match="pretend: Prefect gave our slot away"):
+        run(do)
+
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert pretend.wrote.count(BACK) == 2
 
 
 def test_an_intruder_is_named_and_the_stage_goes_on(
