@@ -8,7 +8,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from guest.real_prefect import PREFECT, Prefect
 from lab.lab import Lab
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.exhaustive]
 
 
 def test_worker_runs_the_deployment_and_its_artifacts_are_there(lab: Lab, prefect: Prefect) -> None:

@@ -191,6 +191,7 @@ def test_a_hold_that_is_lost_ends_the_stage(lab: Lab, how: str) -> None:
     holds.wait_back(lab, UNIT)
 
 
+@pytest.mark.exhaustive
 def test_a_slot_that_is_lost_ends_the_stage(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "RENEW_S", 1)
     ways.save_host(lab)
@@ -212,6 +213,7 @@ def test_a_slot_that_is_lost_ends_the_stage(lab: Lab, monkeypatch: pytest.Monkey
     assert holds.traces(lab) == []
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_the_stage_puts_back_and_comes_out(lab: Lab) -> None:
     ways.save_host(lab)
     lab.start_server()

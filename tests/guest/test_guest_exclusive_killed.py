@@ -182,6 +182,8 @@ def test_runs_of_two_servers_keep_off_each_other(
 def test_killed_or_cancelled_at_a_step_that_acts(scene: Scene) -> None:
     walk(scene, kill(scene), SAMPLE)
     walk(scene, cancel(scene), SAMPLE)
+    secret = scene.lab.client_key.read_text().splitlines()[3]
+    assert secret not in scene.prefect.log.read_text()
 
 
 def lose_worker(scene: Scene) -> Callable[[int, str], None]:

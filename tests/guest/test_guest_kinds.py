@@ -24,7 +24,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "MAX_STOP_S", 3)
 
 
-IN_MAKE_TEST = random.Random(4).sample(KINDS, len(KINDS) // 2)
+IN_MAKE_TEST = random.Random(4).sample(KINDS, len(KINDS) // 3)
 """The sample of `make test`; `make kinds` plays all."""
 
 
