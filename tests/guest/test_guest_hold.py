@@ -136,11 +136,15 @@ def test_a_second_taker_is_told_who_holds(lab: Lab) -> None:
     assert holds.start(lab, UNIT) == (1, "inactive")
 
 
-def test_a_reclaim_without_hold_neither_sees_nor_ends_one(lab: Lab) -> None:
+def test_a_reclaim_without_a_hold_keeps_off_a_held_host(lab: Lab) -> None:
     lab.start_server()
     holds.held(lab)
-    assert reclaim(ways.session(lab), ReclaimPolicy(**holds.QUICK)).verdict == Verdict.CLEAN
+    with pytest.raises(GpusNotReclaimed, match=f"held by {claiming.default_owner()} since "):
+        reclaim(ways.session(lab), ReclaimPolicy(**holds.QUICK))
     assert hold.read(ways.session(lab)).status == "taken"
+    hold.restore(ways.session(lab), everybody=True)
+    assert reclaim(ways.session(lab), ReclaimPolicy(**holds.QUICK)).verdict == Verdict.CLEAN
+    assert holds.traces(lab) == []
 
 
 def test_the_next_run_repairs_what_a_dead_one_left(lab: Lab) -> None:
