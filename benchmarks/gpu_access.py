@@ -9,7 +9,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from gpu_reclaim.errors import GpuReclaimError, GpusNotReclaimed
-from gpu_reclaim.lease import HOST, Places
+from gpu_reclaim.lease import Places, places_in
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport, Verdict
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 from gpu_reclaim.reclaim import reclaim
@@ -56,8 +56,7 @@ def devices() -> DeviceSet:
 
 def places() -> Places:
     """Where lease and record are, by the variable that gpu_reclaim.settings reads too."""
-    folder = os.environ.get("GPU_RECLAIM_HOLD_FOLDER", "")
-    return Places(folder, f"{folder}/lib") if folder else HOST
+    return places_in(os.environ.get("GPU_RECLAIM_HOLD_FOLDER", ""))
 
 
 def attempt(policy: ReclaimPolicy) -> ReclaimReport:

@@ -8,6 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, HttpUrl, model_validator
 from pydantic_core import PydanticCustomError
 
+from gpu_reclaim.errors import BadInput
+from gpu_reclaim.systemd import unit_name
+
 DOCUMENTATION_URL = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
 
 LOGO_URL = HttpUrl(
@@ -16,6 +19,18 @@ LOGO_URL = HttpUrl(
 )
 """The terminal that Prefect's own shell blocks show; the API takes no picture without an address
 (a `data:` URL is refused by Prefect 3.9.1)."""
+
+
+def full_unit_name(unit: str) -> str:
+    """A unit's full name, for a block's form.
+
+    Raises:
+        PydanticCustomError: It is none.
+    """
+    try:
+        return unit_name(unit)
+    except BadInput as error:
+        raise PydanticCustomError("unit", "{text}", {"text": str(error)}) from error
 
 
 class Careful(BaseModel):

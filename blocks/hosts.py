@@ -6,7 +6,7 @@ from prefect.blocks.core import Block
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful, full_unit_name
 from gpu_reclaim.blocks.proxmox import ProxmoxGuest
 from gpu_reclaim.blocks.ssh import SshAccess
 from gpu_reclaim.commands import ANY_MACHINE, Guard
@@ -15,7 +15,6 @@ from gpu_reclaim.models import ReclaimPolicy, Survey, Via
 from gpu_reclaim.session import Session
 from gpu_reclaim.settings import load as load_settings
 from gpu_reclaim.steps import survey
-from gpu_reclaim.systemd import unit_name
 from gpu_reclaim.transport import Transport
 from gpu_reclaim.transport.guest_agent import GuestAgentTransport
 from gpu_reclaim.transport.links import Links
@@ -66,10 +65,7 @@ class GpuHost(Careful, Block):
     @field_validator("units")
     @classmethod
     def _units(cls, units: list[str]) -> list[str]:
-        try:
-            return list(dict.fromkeys(unit_name(unit) for unit in units))
-        except BadInput as error:
-            raise PydanticCustomError("unit", "{text}", {"text": str(error)}) from error
+        return list(dict.fromkeys(map(full_unit_name, units)))
 
     @field_validator("protect")
     @classmethod

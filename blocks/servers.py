@@ -6,11 +6,9 @@ from prefect.blocks.core import Block
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful
+from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful, full_unit_name
 from gpu_reclaim.blocks.hosts import GpuHost
-from gpu_reclaim.errors import BadInput
 from gpu_reclaim.serving import Server
-from gpu_reclaim.systemd import unit_name
 
 
 class LlmServer(Careful, Block):
@@ -53,10 +51,7 @@ class LlmServer(Careful, Block):
     @field_validator("unit")
     @classmethod
     def _unit(cls, unit: str) -> str:
-        try:
-            return unit_name(unit)
-        except BadInput as error:
-            raise PydanticCustomError("unit", "{text}", {"text": str(error)}) from error
+        return full_unit_name(unit)
 
     @field_validator("base_url")
     @classmethod

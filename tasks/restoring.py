@@ -47,6 +47,7 @@ def put_back_after(host: str = "") -> FlowStateHook[..., Any]:
         name = host or str(flow_run.parameters.get("host") or "")
         try:
             log.info("%s after %s: looking whether anything is to be put back", name, state.name)
+            # Not `open_host`: a block around may have that session, and this must not end it.
             session = load_host(name).session(name)
             try:
                 report = hold.restore(session, run=str(flow_run.id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from uuid import UUID
 
 from httpx import HTTPError
@@ -21,21 +22,25 @@ def this_run() -> Holder:
 
 
 def _line(run: str) -> tuple[str, ...]:
-    """The run and those around it that live in the same process, by their ids.
-
-    A run with a deployment of its own has a process of its own.
-    """
+    """The run and those around it that live in the same process, by their ids."""
     found = [run]
     try:
-        with get_client(sync_client=True) as client:
-            while True:
-                this = client.read_flow_run(UUID(found[-1]))
-                if this.deployment_id is not None or this.parent_task_run_id is None:
-                    break
-                parent = client.read_task_run(this.parent_task_run_id).flow_run_id
-                if parent is None:
-                    break
-                found.append(str(parent))
+        while parent := _around(found[-1]):
+            found.append(parent)
     except (HTTPError, ObjectNotFound):
         pass  # who it is part of is a help for later, not a need
     return tuple(found)
+
+
+@lru_cache(maxsize=32)
+def _around(run: str) -> str:
+    """The run that this one is a part of, in the same process; empty where it is none.
+
+    A run with a deployment of its own has a process of its own. It never changes, and both slot
+    and lease ask for it.
+    """
+    with get_client(sync_client=True) as client:
+        this = client.read_flow_run(UUID(run))
+        if this.deployment_id is not None or this.parent_task_run_id is None:
+            return ""
+        return str(client.read_task_run(this.parent_task_run_id).flow_run_id or "")

@@ -19,6 +19,12 @@ class Places:
 
 HOST = Places()
 
+
+def places_in(folder: str) -> Places:
+    """Those below a folder that stands in for /run and /var/lib; the host's own for none."""
+    return Places(folder, f"{folder}/lib") if folder else HOST
+
+
 PRELUDE = r"""
 set -f
 umask 022

@@ -16,7 +16,7 @@ from pydantic_settings import (
 )
 
 from gpu_reclaim.errors import BadInput
-from gpu_reclaim.lease import HOST, Places
+from gpu_reclaim.lease import Places, places_in
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.processes import NVIDIA, DeviceSet
 
@@ -71,7 +71,7 @@ class Settings(BaseSettings):
     @property
     def places(self) -> Places:
         """Where lease and record are on a host."""
-        return Places(self.hold_folder, f"{self.hold_folder}/lib") if self.hold_folder else HOST
+        return places_in(self.hold_folder)
 
     @classmethod
     def settings_customise_sources(

@@ -16,7 +16,6 @@ SIGNAL = signal.SIGURG
 """Wakes the main thread out of any blocking call. Ignored by default (signal(7)), so that one that
 comes late does no harm."""
 
-
 AGAIN_S = 10.0
 """A stage that goes on all the same is stopped again after so many seconds: enough for tidying up
 in the meantime."""

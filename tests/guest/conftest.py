@@ -6,6 +6,7 @@ too, which runs deployments in processes of their own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +60,12 @@ def prefect_server() -> Iterator[None]:
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with prefect_test_harness(server_startup_timeout=120), quiet:
         yield
+
+
+@pytest.fixture
+def stand_in_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lab's device nodes count as GPUs for flows of the test's own process."""
+    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", json.dumps(["/dev/nvidia"]))
 
 
 @pytest.fixture(scope="package")

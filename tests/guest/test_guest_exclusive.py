@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -30,11 +29,6 @@ from lab.lab import Lab
 from lab.waiting import wait_until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server", "stand_in_devices")]
-
-
-@pytest.fixture
-def stand_in_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", json.dumps(["/dev/nvidia"]))
 
 
 def hold_gpus(

@@ -152,12 +152,11 @@ def cancel(scene: Scene) -> Callable[[int, str], None]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("prefect_server", "stand_in_devices")
 def test_runs_of_two_servers_keep_off_each_other(
-    lab: Lab, prefect: Prefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, prefect: Prefect, tmp_path: Path
 ) -> None:
     """A worker of one server holds the host; a run of the other is told so, or waits."""
-    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", '["/dev/nvidia"]')
     ways.save_host(lab)
     lab.start_server()
     deployment = prefect.deploy(f"{pipelines.__file__}:evaluation")

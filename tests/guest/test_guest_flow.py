@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +19,6 @@ from lab.lab import Lab
 from lab.shell import run
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server", "stand_in_devices")]
-
-
-@pytest.fixture
-def stand_in_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", json.dumps(["/dev/nvidia"]))
 
 
 @pytest.fixture

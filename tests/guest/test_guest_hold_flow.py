@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from prefect import flow
 
@@ -17,11 +15,6 @@ from guest.ways import UNIT
 from lab.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server", "stand_in_devices")]
-
-
-@pytest.fixture
-def stand_in_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", json.dumps(["/dev/nvidia"]))
 
 
 def test_held_by_one_flow_and_put_back_by_another(lab: Lab) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -22,8 +21,7 @@ WAYS = [("ssh", cutting.guest_sessions), ("hypervisor", cutting.node_sessions)]
 
 
 @pytest.fixture
-def flow_host(lab: Lab, prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", json.dumps(["/dev/nvidia"]))
+def flow_host(lab: Lab, prefect_server: None, stand_in_devices: None) -> None:
     ways.save_host(lab)
 
 

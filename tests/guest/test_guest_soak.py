@@ -6,7 +6,6 @@ GPU_LAB_CYCLES sets how many.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -26,7 +25,7 @@ from guest.ways import UNIT
 from lab.guest_files import HOLDER
 from lab.lab import Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server")]
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server", "stand_in_devices")]
 
 CYCLES = int(os.environ.get("GPU_LAB_CYCLES", "200"))
 FEW = 2
@@ -233,11 +232,6 @@ def _is_back(lab: Lab, within: float) -> bool:
             return True
         time.sleep(0.3)
     return False
-
-
-@pytest.fixture(autouse=True)
-def stand_in_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_RECLAIM_DEVICE_PREFIXES", json.dumps(["/dev/nvidia"]))
 
 
 def test_a_few_cycles_with_faults(lab: Lab) -> None:

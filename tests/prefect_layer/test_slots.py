@@ -24,7 +24,7 @@ from prefect.states import Cancelled
 from gpu_reclaim.errors import BadInput, HeldByOther, HoldLost
 from gpu_reclaim.tasks import slots
 from gpu_reclaim.tasks.slots import Slot, free_slot_of, host_slot, limit_name, read_slot
-from unit.actors import wait_for
+from unit.actors import in_a_thread, wait_for
 from unit.values import said
 
 LIMIT_S = 30
@@ -68,21 +68,6 @@ def free(client: SyncPrefectClient, host: str) -> bool:
 def take(host: str, wait_minutes: float = 0) -> None:
     with host_slot(host, wait_minutes):
         pass
-
-
-def in_a_thread(do: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
-    """Begin it there; its error, if one comes out."""
-    found: list[Exception] = []
-
-    def run() -> None:
-        try:
-            do()
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, found
 
 
 def outside(do: Callable[[], object]) -> Exception | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,3 +124,18 @@ class Stage:
             child.wait(LIMIT_S)
             if child.stdout is not None:
                 child.stdout.close()
+
+
+def in_a_thread(do: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
+    """Begin it there; its error, if one comes out."""
+    found: list[Exception] = []
+
+    def run() -> None:
+        try:
+            do()
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found

@@ -15,7 +15,7 @@ import pytest
 
 from gpu_reclaim.errors import HoldLost
 from gpu_reclaim.stopper import SIGNAL, Pulse, Stopper
-from unit.actors import LIMIT_S, wait_for
+from unit.actors import LIMIT_S, in_a_thread, wait_for
 
 LONG_S = 60
 """So long a stage goes on that nobody stops."""
@@ -80,18 +80,9 @@ def stopped(stage: Callable[[Stopper], object]) -> HoldLost:
     return caught.value
 
 
-def in_a_thread(do: Callable[[], object]) -> Exception | None:
-    """Do it there, and give the error that comes out."""
-    found: list[Exception] = []
-
-    def run() -> None:
-        try:
-            do()
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
+def over_there(do: Callable[[], object]) -> Exception | None:
+    """Do it in a thread, and give the error that comes out."""
+    thread, found = in_a_thread(do)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
     return next(iter(found), None)
@@ -128,7 +119,7 @@ def test_a_stage_in_another_thread_is_ended_with_its_next_line() -> None:
                 time.sleep(0.01)
             reached.append("the end")
 
-    assert in_a_thread(stage) is LOST
+    assert over_there(stage) is LOST
     assert reached == []
 
 
@@ -146,7 +137,7 @@ def test_who_is_stopped_in_another_thread_with_the_last_line_still_gets_the_erro
             later.append("on its way")
             raise
 
-    assert in_a_thread(stage) is LOST
+    assert over_there(stage) is LOST
     assert later == ["on its way"]
 
 
@@ -270,7 +261,7 @@ class StoppedWhileLeaving(Stopper):
         super()._disarm()
 
 
-@pytest.mark.parametrize("run", [lambda do: do(), in_a_thread], ids=["main thread", "another"])
+@pytest.mark.parametrize("run", [lambda do: do(), over_there], ids=["main thread", "another"])
 def test_a_stop_while_leaving_is_no_stray_exception(
     run: Callable[[Callable[[], object]], object],
 ) -> None:
