@@ -1,9 +1,12 @@
 """One LXC container set up as Proxmox would set it up."""
 
+import errno
+import os
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from lab import record
@@ -98,6 +101,12 @@ class Container:
         """Yields all processes inside."""
         return processes_in(str(Path(f"/proc/{self._init}/ns/pid").readlink()))
 
+    def pids(self) -> list[int]:
+        """Returns the processes that hold it up: LXC's monitor and the guest's first one."""
+        groups = Path("/sys/fs/cgroup").glob(f"**/lxc.monitor/{self.vmid}/cgroup.procs")
+        monitors = {int(line) for group in groups for line in group.read_text().split()}
+        return [*monitors, self._init]
+
     @property
     def rootfs(self) -> Path:
         """The guest's root as seen from the host, mounts and all."""
@@ -171,8 +180,24 @@ def stop_containers() -> None:
             _stop(name)
     with record.ending("groups") as folders:
         for folder in map(Path, folders):
-            if folder.exists():
-                folder.rmdir()
+            wait_until(f"{folder} can be removed", partial(_remove_group, folder))
+
+
+def _remove_group(folder: Path) -> bool:
+    """Removes a control group with those inside; where a monitor is still on its way out: False.
+
+    A guest or a monitor that was killed leaves its own group behind.
+    """
+    try:
+        for path, _, _ in os.walk(folder, topdown=False):
+            Path(path).rmdir()
+    except FileNotFoundError:
+        return not folder.exists()
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
 
 
 def _record_groups() -> None:

@@ -1,6 +1,7 @@
 """The lab tests itself: what other tests rely on."""
 
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from lab.errors import LabError
 from lab.lab import Lab
 from lab.node import ADDRESS
 from lab.paths import RUN
-from lab.record import user_of_lab
+from lab.record import recorded, user_of_lab
 from lab.waiting import wait_until
 
 pytestmark = pytest.mark.lab
@@ -251,7 +252,13 @@ def test_only_one_lab_at_a_time(lab: Lab) -> None:
 
 def test_stop_leaves_nothing_behind(booted: Lab) -> None:
     wire.drop(booted.guest, booted.node_port)
+    groups = [Path(folder) for folder in recorded()["groups"]]
+    assert any(folder.exists() for folder in groups)
+    # As if whoever started the lab had been killed with all of its processes.
+    for pid in booted.guest.pids():
+        os.kill(pid, signal.SIGKILL)
     booted.stop()
+    assert [folder for folder in groups if folder.exists()] == []
     assert "gpu_reclaim_lab" not in subprocess.check_output([wire.NFT, "list", "tables"], text=True)
     assert not RUN.exists()
     assert user_of_lab() is None
