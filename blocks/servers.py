@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from prefect.blocks.core import Block
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_core import PydanticCustomError
 
 from gpu_reclaim.blocks.common import DOCUMENTATION_URL, LOGO_URL, Careful, full_unit_name
@@ -40,6 +42,36 @@ class LlmServer(Careful, Block):
         default="/usr/bin/python3",
         description="Its own interpreter on the host, for example /opt/sglang/bin/python.",
     )
+    model_path: str = Field(
+        default="",
+        title="Model path",
+        description="The model's folder on the host, for its tokenizer. Empty: as the server says.",
+    )
+    tp_size: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        title="TP size",
+        description="GPUs that one copy of the model spans. 0: as the server says.",
+    )
+    sglang_source: str = Field(
+        default="",
+        title="SGLang source",
+        description="A checkout on the host, of the installed version, with the tuning scripts.",
+    )
+    dataset_name: Literal["sharegpt", "custom"] = Field(
+        default="sharegpt",
+        title="Dataset kind",
+        description="What kind of file the benchmark's prompts are in.",
+    )
+    dataset_path: str = Field(
+        default="",
+        title="Dataset path",
+        description="That file on the host: real prompts, for noise is guessed badly by any draft.",
+    )
+    api_key: SecretStr = Field(
+        default=SecretStr(""), title="API key", description="Where the server wants one."
+    )
     ready_timeout_s: float = Field(
         default=1800,
         gt=0,
@@ -62,4 +94,13 @@ class LlmServer(Careful, Block):
 
     def server(self) -> Server:
         """What is asked whether it serves."""
-        return Server(self.unit, self.base_url, self.python, self.ready_timeout_s)
+        return Server(
+            self.unit,
+            self.base_url,
+            self.python,
+            self.ready_timeout_s,
+            model_path=self.model_path,
+            dataset_name=self.dataset_name,
+            dataset_path=self.dataset_path,
+            api_key=self.api_key.get_secret_value(),
+        )

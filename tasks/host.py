@@ -164,6 +164,7 @@ def open_host(host: str, via: Via = "auto") -> Iterator[Session]:
         # Another thread or way of the same run: what that has taken, it has taken too.
         other = there[0].session
         session.token, session.locked, session.held = other.token, other.locked, other.held
+        session.on_trial = other.on_trial
     this = _Open(session, host, via, threading.get_ident())
     token = _open.set((*_open.get(), this))
     try:

@@ -14,8 +14,9 @@ from prefect.events import emit_event
 from gpu_reclaim import causes
 from gpu_reclaim.errors import BadInput, GpuReclaimError, HoldLost, HoldRefused, NotRestored
 from gpu_reclaim.guarded import put_back
-from gpu_reclaim.keeper import STAGE_COMMAND, Keeper
+from gpu_reclaim.keeper import Keeper
 from gpu_reclaim.models import Intruder, ReclaimPolicy, ReclaimReport, RestoreReport
+from gpu_reclaim.restoring import STAGE_COMMAND
 from gpu_reclaim.serving import Server, wait_healthy
 from gpu_reclaim.session import Session
 from gpu_reclaim.stopper import Pulse, Stopped, Stopper

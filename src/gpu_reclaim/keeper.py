@@ -10,8 +10,8 @@ from datetime import datetime
 from gpu_reclaim import hold
 from gpu_reclaim.errors import GpuReclaimError, HoldLost, Intruded
 from gpu_reclaim.models import Intruder, Process, ReclaimPolicy, Survey
-from gpu_reclaim.owners import owner
-from gpu_reclaim.restoring import STAGE
+from gpu_reclaim.owners import in_unit, owner
+from gpu_reclaim.restoring import STAGE, STAGE_COMMAND
 from gpu_reclaim.session import Session, look, runs_here
 from gpu_reclaim.victims import choose
 
@@ -25,10 +25,6 @@ SHORTEST_S = 5
 
 SHARE = 4
 """So many signs of life fit into the time that the host waits for one."""
-
-STAGE_COMMAND = ("systemd-run", "--quiet", "--scope", "--collect", f"--slice={STAGE}", "--")
-"""What a command on the host is begun with, so that its processes are known to be the stage's: they
-are no intruders, and are ended before anything is put back."""
 
 
 class Keeper:
@@ -131,6 +127,7 @@ class Keeper:
 
     def _intruders(self, seen: Survey) -> list[Intruder]:
         at = f"{datetime.now():%H:%M:%S}"
+        trials = frozenset(self._taken.on_trial)
         rows = [
             Intruder(
                 at=at,
@@ -141,8 +138,9 @@ class Keeper:
                 devices=x.devices,
             )
             for x in strangers(seen, self._policy, self._taken.protect, here=self._here)
+            if not any(in_unit(x.cgroups, unit) for unit in trials)
         ]
-        held = self._taken.held or []
+        held = set(self._taken.held or []) - trials
         return rows + [
             Intruder(at=at, name=x.name, owner=f"unit {x.name}")
             for x in seen.units

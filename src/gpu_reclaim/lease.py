@@ -15,14 +15,15 @@ class Places:
 
     run: str = "/run"
     lib: str = "/var/lib"
+    etc: str = "/etc"
 
 
 HOST = Places()
 
 
 def places_in(folder: str) -> Places:
-    """Those below a folder that stands in for /run and /var/lib; the host's own for none."""
-    return Places(folder, f"{folder}/lib") if folder else HOST
+    """Those below a folder that stands in for /run, /var/lib and /etc; the host's own for none."""
+    return Places(folder, f"{folder}/lib", f"{folder}/etc") if folder else HOST
 
 
 PRELUDE = r"""
@@ -32,6 +33,7 @@ umask 022
 trap '' PIPE HUP
 RUN=@RUN@/gpu-reclaim LOCK=@RUN@/gpu-reclaim-lock UNITS=@RUN@/systemd/system
 LIB=@LIB@/gpu-reclaim HOLD=50-gpu-reclaim-hold.conf NOTE=
+ETC=@ETC@/systemd/system TRIAL=@TRIAL@ TUNED=@TUNED@
 now() { read -r up rest </proc/uptime; printf '%s\n' "${up%%.*}"; }
 started() { sed 's/.*) //' "/proc/$1/stat" | cut -d ' ' -f 20; }
 # A container that starts anew keeps the machine's boot id, but its first process is another.
@@ -41,7 +43,10 @@ state() { systemctl show --no-pager -p "$2" -- "$1" | sed -n "s/^$2=//p"; }
 quoted() { printf '%s' "$1" | sed 's/[.\\]/\\&/g'; }
 # A record without its last line was cut: a full disk, or a tool that hides it.
 whole() { [ "$(tail -n 1 "$1")" = end ]; }
-print_of() { systemctl --no-pager cat -- "$1" | cksum; }
+# Our own file, the last but a trial's, is no edit of others; nor is the line before it.
+print_of() {
+  systemctl --no-pager cat -- "$1" | sed -e "/^# .*\/$TUNED\$/,\$d" -e '/^$/d' | cksum
+}
 tell() { printf '%s%s\n' "$NOTE" "$*"; }
 
 lock() {
@@ -75,4 +80,11 @@ valid() {
   [ "$(now)" -lt "${until:-0}" ]
 }
 """
-"""Settings and functions; `@RUN@` and `@LIB@` are filled in."""
+"""Settings and functions; the words between two `@` are filled in."""
+
+TRIAL_FILE = "zzz-gpu-reclaim-trial.conf"
+"""Drop-in of a trial, in /run. systemd applies drop-ins by name: this one comes after that of
+`systemctl edit` (override.conf) and after `TUNED_FILE`."""
+
+TUNED_FILE = "zz-gpu-reclaim.conf"
+"""Drop-in of a setting that won."""

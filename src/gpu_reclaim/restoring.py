@@ -10,7 +10,9 @@ What is on a host while it is held:
     /run/gpu-reclaim/restore     this script
     /run/gpu-reclaim/retry       when to try again, after a unit did not start
     /run/gpu-reclaim-lock        link to `PID:START` of the one script that works at it
+    /run/gpu-reclaim/trials      units that were started with other flags, to be stopped first
     /run/systemd/system/UNIT.d/50-gpu-reclaim-hold.conf
+    /run/systemd/system/UNIT.d/zzz-gpu-reclaim-trial.conf
     /var/lib/gpu-reclaim/record  what to put back; survives a restart of the host
 
 A unit is started without its dependencies (`--job-mode=ignore-dependencies`): exactly what was
@@ -23,7 +25,7 @@ from __future__ import annotations
 from typing import get_args
 
 from gpu_reclaim.commands import PATHS, Section
-from gpu_reclaim.lease import HOST, PRELUDE, Places
+from gpu_reclaim.lease import HOST, PRELUDE, TRIAL_FILE, TUNED_FILE, Places
 from gpu_reclaim.models import RestoredUnit, RestoreOutcome
 
 START_LIMIT_S = 120
@@ -35,6 +37,10 @@ STAGE = "gpureclaim.slice"
 """Control group of what may use the GPUs while they are held; ended before anything is put back. (A
 dash in a slice's name would make it a part of another slice.)"""
 
+STAGE_COMMAND = ("systemd-run", "--quiet", "--scope", "--collect", f"--slice={STAGE}", "--")
+"""What a command on the host is begun with, so that its processes are known to be the stage's: they
+are no intruders, and are ended before anything is put back."""
+
 STAGE_GRACE_S = 4
 """How long a stage's processes have after TERM, in seconds."""
 
@@ -43,15 +49,32 @@ EVERY_S = 5
 
 
 _RESTORE = r"""
+drop() {
+  rm -f "$1"
+  [ ! -d "${1%/*}" ] || [ -n "$(ls -A "${1%/*}")" ] || rmdir "${1%/*}"
+}
+
+# What is on trial runs with flags that are not its own, so it does not count as back.
+end_trials() {
+  [ -e "$RUN/trials" ] || return 0
+  for name in $(cat "$RUN/trials"); do drop "$UNITS/$name.d/$TRIAL"; done
+  systemctl daemon-reload
+  for name in $(cat "$RUN/trials"); do
+    timeout -k 1 @LIMIT@ systemctl --no-ask-password stop -- "$name"
+    # Its workers may be spared by a stop, and are all of the trial.
+    case "$(state "$name" ControlGroup)" in "") ;; *) systemctl kill -s KILL -- "$name";; esac
+  done
+  rm -f "$RUN/trials"
+}
+
 let_go() {
   rm -f "$RUN/hold"
   changed=
   set +f
   for file in "$UNITS"/*.d/"$HOLD"; do
     [ -e "$file" ] || continue
-    rm -f "$file"
+    drop "$file"
     changed=1
-    [ -n "$(ls -A "${file%/*}")" ] || rmdir "${file%/*}"
   done
   set -f
   [ -z "$changed" ] || systemctl daemon-reload
@@ -63,8 +86,7 @@ may_kill_again() {
   file="$UNITS/$1.d/gpu-reclaim-no-kill.conf"
   [ -e "$file" ] || return 0
   [ "$2" != deactivating ] || return 1
-  rm -f "$file"
-  [ -n "$(ls -A "${file%/*}")" ] || rmdir "${file%/*}"
+  drop "$file"
   systemctl daemon-reload
 }
 
@@ -146,6 +168,7 @@ end_stage() {
 # All that is on the record, each with a line on what became of it; status 1 when one failed.
 restore_record() {
   end_stage
+  end_trials
   let_go
   failing= begun=
   [ -e "$LIB/record" ] || return 0
@@ -227,6 +250,9 @@ def filled(text: str, places: Places = HOST) -> str:
     values = {
         "RUN": places.run,
         "LIB": places.lib,
+        "ETC": places.etc,
+        "TRIAL": TRIAL_FILE,
+        "TUNED": TUNED_FILE,
         "LIMIT": str(START_LIMIT_S),
         "TIMER": TIMER,
         "STAGE": STAGE,

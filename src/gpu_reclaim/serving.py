@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpu_reclaim import sglang
-from gpu_reclaim.commands import Script
+from gpu_reclaim.commands import Result, Script
 from gpu_reclaim.errors import BadAnswer, TransportError
 from gpu_reclaim.session import Session
 
@@ -29,12 +29,20 @@ class Server:
         base_url: As seen from the host.
         python: Its interpreter on the host.
         ready_s: Longest time until it serves after its start, in seconds.
+        model_path: The model's folder there, for its tokenizer; empty: as the server says.
+        dataset_name: What kind of file the benchmark's prompts are in.
+        dataset_path: That file, on the host.
+        api_key: Its own, where it wants one.
     """
 
     unit: str
     base_url: str
     python: str
     ready_s: float
+    model_path: str = ""
+    dataset_name: str = "sharegpt"
+    dataset_path: str = ""
+    api_key: str = field(default="", repr=False)
 
 
 def wait_healthy(session: Session, server: Server) -> tuple[bool, str]:
@@ -71,9 +79,14 @@ def _ask(session: Session, server: Server) -> str:
         return error.message
     health = sglang.parse_health(result.section("health"))
     if health is None:
-        raise BadAnswer(
-            f"{session.host}: {server.python} cannot be run there",
-            remedy="correct python in the LlmServer block",
-            result=result,
-        )
+        raise no_interpreter(session, server, result)
     return str(health)
+
+
+def no_interpreter(session: Session, server: Server, result: Result) -> BadAnswer:
+    """What is said where the server's interpreter gave no answer at all."""
+    return BadAnswer(
+        f"{session.host}: {server.python} cannot be run there",
+        remedy="correct python in the LlmServer block",
+        result=result,
+    )

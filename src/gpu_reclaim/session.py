@@ -57,6 +57,7 @@ class Session:
             sign of life; the policy's own limits come on top.
         locked: This session has the host's lease: other runs keep off.
         held: Units under a hold of this session; None: it holds nothing.
+        on_trial: Held units that this session started with other flags.
         signed_s: When the lease was last prolonged, by `clock`.
         fit: Asks Proxmox whether a VM may be touched, where its API is known; raises if not.
         me: This process and its ancestors, never signalled.
@@ -85,6 +86,7 @@ class Session:
     lease_s: float = 900
     locked: bool = False
     held: list[str] | None = None
+    on_trial: set[str] = field(default_factory=set)
     signed_s: float = 0
     fit: Callable[[], object] | None = None
     me: Family = field(default_factory=family)

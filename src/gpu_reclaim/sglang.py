@@ -1,9 +1,13 @@
-"""SGLang's HTTP server: the question whether it serves, and its answer."""
+"""SGLang's HTTP server: questions, asked on the host itself by its own interpreter, and answers."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from gpu_reclaim.commands import Section
 
@@ -12,46 +16,114 @@ ANSWER_S = 25
 (SGLANG_HEALTH_CHECK_TIMEOUT)."""
 
 _ASK = """
-import http.client, sys, urllib.error, urllib.request
-ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-try:
-    print("health", ask(sys.argv[1], timeout=float(sys.argv[2])).status)
-except urllib.error.HTTPError as error:
-    print("health", error.code)
-except (OSError, http.client.HTTPException) as error:
-    print("health 0", " ".join(str(error).split()))
+import http.client, json, sys, time, urllib.error, urllib.request
+asked = json.loads(ASKED)
+send = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+for number, one in enumerate(asked["asks"]):
+    head = {"Content-Type": "application/json"}
+    if asked["key"]:
+        head["Authorization"] = "Bearer " + asked["key"]
+    body = None if one["body"] is None else json.dumps(one["body"]).encode()
+    began = time.monotonic()
+    try:
+        request = urllib.request.Request(asked["url"] + one["path"], body, head)
+        with send(request, timeout=one["timeout_s"]) as answer:
+            code, text = answer.status, answer.read(MOST).decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        code, text = error.code, error.read(MOST).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        code, text = 0, str(error) or type(error).__name__
+    took = time.monotonic() - began
+    print("answer", number, code, "%.3f" % took, json.dumps(text), flush=True)
 """
+
+OK = 200
+"""HTTP's word for success (RFC 9110)."""
+
+MOST_BYTES = 4_000_000
+"""So much of an answer is read; /server_info is some 10 kB."""
 
 
 @dataclass(frozen=True)
-class Health:
-    """What /health answered.
+class Ask:
+    """One request.
+
+    Attributes:
+        path: For example `/health`.
+        body: Sent as JSON with POST; None: GET.
+        timeout_s: Longest silence, in seconds.
+    """
+
+    path: str
+    body: dict[str, Any] | None = None
+    timeout_s: float = ANSWER_S
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back.
 
     Attributes:
         code: HTTP status; 200 when it serves, 503 while it loads, 0 when nobody answers.
-        why: What the operating system said, where nobody answers.
+        text: The body, or what the operating system said where nobody answers.
+        seconds: How long it took.
     """
 
     code: int
-    why: str = ""
+    text: str = ""
+    seconds: float = 0
 
     def __str__(self) -> str:
         """For people."""
-        return f"HTTP {self.code}" if self.code else f"no answer ({self.why})"
+        why = " ".join(self.text.split())[:200]
+        return f"HTTP {self.code}" if self.code else f"no answer ({why})"
+
+    def json(self) -> dict[str, Any]:
+        """The body as an object; empty where it is none."""
+        try:
+            value = json.loads(self.text)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
 
 
-def ask_health(python: str, base_url: str) -> str:
-    """Shell text that asks a server on the host whether it serves.
+def ask(python: str, base_url: str, asks: Sequence[Ask], api_key: str = "") -> str:
+    """Shell text that sends requests, one after the other, to a server on the host.
 
     Args:
         python: The interpreter on the host to ask with; the server's own is surely there.
         base_url: For example `http://127.0.0.1:30000`, as seen from the host.
+        asks: What to ask.
+        api_key: Sent as a bearer token; it stands in no command line.
     """
-    url = shlex.quote(f"{base_url.rstrip('/')}/health")
-    return f"{shlex.quote(python)} - {url} {ANSWER_S} <<'@gr-python'\n{_ASK}@gr-python\n"
+    said = {"url": base_url.rstrip("/"), "key": api_key, "asks": [asdict(x) for x in asks]}
+    head = f"MOST = {MOST_BYTES}\nASKED = {json.dumps(json.dumps(said))}"
+    return f"{shlex.quote(python)} - <<'@gr-python'\n{head}{_ASK}@gr-python\n"
 
 
-def parse_health(section: Section) -> Health | None:
+def parse_answers(section: Section) -> list[Answer]:
+    """The answers, in order; fewer than asks where the interpreter gave up."""
+    found = []
+    for line in section.lines("answer"):
+        words = line.split(" ", 3)
+        if len(words) == 4 and words[1].isdigit():  # noqa: PLR2004 - number, code, seconds, text
+            with suppress(ValueError):
+                found.append(Answer(int(words[1]), _text(words[3]), float(words[2])))
+    return found
+
+
+def _text(shown: str) -> str:
+    try:
+        return str(json.loads(shown))
+    except ValueError:
+        return ""
+
+
+def ask_health(python: str, base_url: str) -> str:
+    """Shell text that asks a server on the host whether it serves."""
+    return ask(python, base_url, [Ask("/health", timeout_s=ANSWER_S)])
+
+
+def parse_health(section: Section) -> Answer | None:
     """The answer; None where the interpreter gave none."""
-    code, _, why = section.value("health").partition(" ")
-    return Health(int(code), why) if code.isdigit() else None
+    return next(iter(parse_answers(section)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_reclaim import holding
+from gpu_reclaim import holding, trying
 from gpu_reclaim.commands import Section
 from gpu_reclaim.holding import Answer, Claim
 from gpu_reclaim.lease import Places
@@ -26,10 +26,15 @@ case " $* " in
       [ ! -e @HOME@/"$name".triggers ] || cat @HOME@/"$name".triggers
       if [ -e @HOME@/"$name".file ]; then echo LoadState=loaded; else echo LoadState=not-found; fi
     else printf 'LoadState=not-found\nActiveState=inactive\nSubState=dead\n'; fi;;
-  *" cat "*) cat @HOME@/"$name".file;;
+  *" cat "*)
+    cat @HOME@/"$name".file
+    for one in @ETC@/systemd/system/"$name".d/*.conf @RUN@/systemd/system/"$name".d/*.conf; do
+      [ ! -e "$one" ] || { echo; echo "# $one"; cat "$one"; }
+    done;;
   *" is-enabled "*) echo enabled;;
   *" start "*)
-    if [ -e @RUN@/gpu-reclaim/hold ] && [ -e @RUN@/systemd/system/"$name".d ]; then
+    held=@RUN@/systemd/system/"$name".d/50-gpu-reclaim-hold.conf
+    if [ -e @RUN@/gpu-reclaim/hold ] && [ -e "$held" ]; then
       echo "Assertion failed on job for $name." >&2; exit 1
     fi
     if [ -e @HOME@/"$name".broken ]; then set_state "$name" failed failed; exit 1; fi
@@ -48,12 +53,13 @@ class HeldHost:
 
     def __init__(self, folder: Path, *, slow: str = "0") -> None:
         self.home = folder / "home"
-        self.places = Places(run=str(folder / "run"), lib=str(folder / "lib"))
+        self.places = Places(str(folder / "run"), str(folder / "lib"), str(folder / "etc"))
         self.tools = folder / "tools"
         for each in (self.home, self.tools, Path(self.places.run), Path(self.places.lib)):
             each.mkdir()
         (Path(self.places.run) / "systemd/system").mkdir(parents=True)
         text = SYSTEMCTL.replace("@HOME@", str(self.home)).replace("@RUN@", self.places.run)
+        text = text.replace("@ETC@", self.places.etc)
         stub(self.tools, "systemctl", text.replace("@SLOW@", slow))
         timer = f"printf 'ActiveState=active\\n' >{self.home}/gpu-reclaim-deadman.timer.state"
         stub(self.tools, "systemd-run", timer)
@@ -70,6 +76,28 @@ class HeldHost:
     def stop(self, *names: str) -> None:
         for name in names:
             (self.home / f"{name}.state").write_text("ActiveState=inactive\nSubState=dead\n")
+
+    def begin(self, name: str, text: str, token: str = "t1") -> Answer:
+        body = trying.begin(Claim(token, ttl_s=60), name, text, places=self.places)
+        return holding.parse(self._run(body))
+
+    def close(self, token: str = "t1") -> Answer:
+        return holding.parse(self._run(trying.close(Claim(token), places=self.places)))
+
+    def keep(self, name: str, text: str, *, lasting: bool, token: str = "t1") -> Answer:
+        claim = Claim(token, ttl_s=60)
+        body = trying.keep(claim, name, text, lasting=lasting, places=self.places)
+        return holding.parse(self._run(body))
+
+    def drop_ins(self, name: str) -> list[str]:
+        """Names of the drop-ins of a unit, in /etc and /run."""
+        places = (Path(self.places.etc), Path(self.places.run))
+        found = [path for each in places for path in each.glob(f"systemd/system/{name}.d/*")]
+        return sorted(path.name for path in found)
+
+    def start(self, name: str) -> bool:
+        """Somebody starts it by hand."""
+        return here({"x": f"systemctl start -- {name}"}).section("x").code == 0
 
     def take(
         self,

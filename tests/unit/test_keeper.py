@@ -11,9 +11,9 @@ import pytest
 
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import HoldLost, Intruded, Unreachable
-from gpu_reclaim.keeper import STAGE_COMMAND, Keeper
+from gpu_reclaim.keeper import Keeper
 from gpu_reclaim.models import Intruder, Process, ReclaimPolicy
-from gpu_reclaim.restoring import STAGE
+from gpu_reclaim.restoring import STAGE, STAGE_COMMAND
 from gpu_reclaim.session import Session
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import Family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import sys
@@ -17,7 +18,8 @@ from gpu_reclaim import sglang
 from gpu_reclaim.commands import Script, Section
 from gpu_reclaim.errors import BadAnswer, LinkLost, Unreachable
 from gpu_reclaim.serving import Server, wait_healthy
-from gpu_reclaim.sglang import Health, ask_health, parse_health
+from gpu_reclaim.sglang import Answer as Health
+from gpu_reclaim.sglang import Ask, ask, ask_health, parse_answers, parse_health
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
 from unit.scenery import Host, Scene, scene
@@ -30,6 +32,7 @@ UNIT = "sglang.service"
 class Handler(BaseHTTPRequestHandler):
     code = 200
     paths: list[str] = []  # noqa: RUF012 - one for each server, see `serving`
+    heard: list[tuple[str, bytes]] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
         # `path` itself has lost a doubled slash.
@@ -37,6 +40,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(self.code)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.heard.append((self.headers.get("Authorization", ""), body))
+        answer = json.dumps({"said": "a\nb"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -64,6 +76,11 @@ def nobody() -> str:
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
+def code_of(section: Section) -> int | None:
+    health = parse_health(section)
+    return None if health is None else health.code
+
+
 def asked(url: str, python: str = sys.executable) -> Section:
     return here({"health": ask_health(python, url)}).section("health")
 
@@ -74,7 +91,7 @@ def test_the_status_is_read_from_a_real_server(tools: str, code: int, end: str) 
     with serving(code) as (url, paths):
         section = asked(url + end)
 
-    assert parse_health(section) == Health(code)
+    assert code_of(section) == code
     assert paths == ["/health"]
 
 
@@ -83,7 +100,7 @@ def test_who_refuses_the_connection_is_told_with_the_systems_words(tools: str) -
 
     assert health is not None
     assert health.code == 0
-    assert "Connection refused" in health.why
+    assert "Connection refused" in health.text
     assert str(health).startswith("no answer (")
 
 
@@ -97,7 +114,7 @@ def test_a_proxy_in_the_environment_is_not_asked(
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
 
-        assert parse_health(asked(url)) == Health(200)
+        assert code_of(asked(url)) == 200
     assert others == []
 
 
@@ -109,13 +126,13 @@ def test_a_server_that_says_nothing_is_not_waited_for_for_ever(
         health = parse_health(asked(f"http://127.0.0.1:{mute.getsockname()[1]}"))
 
     assert health is not None
-    assert (health.code, health.why) == (0, "timed out")
+    assert (health.code, health.text) == (0, "timed out")
 
 
 def test_no_word_of_an_address_is_run(tools: str) -> None:
-    section = asked("http://127.0.0.1:1/$(echo run >&2);echo health 200 '")
+    section = asked("http://127.0.0.1:1/$(echo run >&2);echo answer 0 200 0 '")
 
-    assert parse_health(section) != Health(200)
+    assert code_of(section) != 200
 
 
 def test_the_interpreters_path_may_have_a_space(tools: str, tmp_path: Path) -> None:
@@ -123,7 +140,7 @@ def test_the_interpreters_path_may_have_a_space(tools: str, tmp_path: Path) -> N
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     with serving(200) as (url, _):
-        assert parse_health(asked(url, str(python))) == Health(200)
+        assert code_of(asked(url, str(python))) == 200
 
 
 def test_another_service_on_its_port_is_no_missing_interpreter() -> None:
@@ -141,7 +158,7 @@ def test_another_service_on_its_port_is_no_missing_interpreter() -> None:
         thread.join()
 
     assert health is not None
-    assert (health.code, health.why) == (0, "SSH-2.0-OpenSSH_9.2")
+    assert (health.code, str(health)) == (0, "no answer (SSH-2.0-OpenSSH_9.2)")
 
 
 @pytest.mark.parametrize("python", ["/opt/no such/python3", "false"])
@@ -152,16 +169,34 @@ def test_an_interpreter_that_cannot_be_run_gives_no_answer(python: str) -> None:
 @pytest.mark.parametrize(
     ("text", "health"),
     [
-        ("health 200\n", Health(200)),
-        ("warning: x\nhealth 503\n", Health(503)),
-        ("health 0 timed out\n", Health(0, "timed out")),
-        ("health\n", None),
-        ("health OK\n", None),
+        ('answer 0 200 0.010 "ok"\n', Health(200, "ok", 0.01)),
+        ('warning: x\nanswer 0 503 0.1 ""\n', Health(503, "", 0.1)),
+        ('answer 0 0 25.001 "timed out"\n', Health(0, "timed out", 25.001)),
+        ("answer 0 200 0.1 {cut\n", Health(200, "", 0.1)),
+        ("answer\n", None),
+        ("answer 0 OK 0 x\n", None),
+        ("answer 0 200 soon x\n", None),
         ("", None),
     ],
 )
 def test_lines_of_an_answer(text: str, health: Health | None) -> None:
     assert parse_health(Section(text, 0)) == health
+
+
+def test_several_requests_with_bodies_and_a_key(tools: str) -> None:
+    """The key and the prompt stand in no command line, and no word of them is run."""
+    Handler.heard.clear()
+    prompt = "it's $(echo run) \\ \n@gr-python\n\u2603"
+    asks = [Ask("/health"), Ask("/generate", {"text": prompt}), Ask("/no")]
+    with serving(404) as (url, _):
+        section = here({"x": ask(sys.executable, url, asks, "se'cret")}).section("x")
+
+    first, second, third = parse_answers(section)
+    assert (first.code, second.code, third.code) == (404, 200, 404)
+    assert second.json() == {"said": "a\nb"}
+    assert first.json() == {}
+    assert Handler.heard == [("Bearer se'cret", json.dumps({"text": prompt}).encode())]
+    assert "secret" not in repr(Ask("/health"))
 
 
 def test_health_for_people() -> None:
@@ -186,9 +221,9 @@ def loading(answers: list[Answer], ready_s: float = 600) -> tuple[Scene, Server]
     return made, Server(UNIT, "http://127.0.0.1:30000", "/opt/sglang/bin/python", ready_s)
 
 
-REFUSED: Answer = {"health": "health 0 Connection refused\n"}
-LOADS: Answer = {"health": "health 503\n"}
-SERVES: Answer = {"health": "health 200\n"}
+REFUSED: Answer = {"health": 'answer 0 0 0.001 "Connection refused"\n'}
+LOADS: Answer = {"health": 'answer 0 503 0.001 ""\n'}
+SERVES: Answer = {"health": 'answer 0 200 0.5 ""\n'}
 
 
 def test_a_server_is_waited_for_until_it_serves() -> None:
@@ -197,7 +232,9 @@ def test_a_server_is_waited_for_until_it_serves() -> None:
     assert wait_healthy(made.session, server) == (True, f"{UNIT} serves again after 5 s")
     assert made.clock.sleeps == [1, 1.5, 2.25]
     text = made.direct.asked[0].sections["health"]
-    assert "/opt/sglang/bin/python - http://127.0.0.1:30000/health" in text
+    assert text.startswith("/opt/sglang/bin/python - <<")
+    assert "http://127.0.0.1:30000" in text
+    assert "/health" in text
     assert not made.direct.asked[0].writes
 
 

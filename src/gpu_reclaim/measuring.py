@@ -1,0 +1,156 @@
+"""A server that runs: its arguments, its answers and its speed, asked on the host itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from gpu_reclaim import benching, sglang
+from gpu_reclaim.benching import Load, Tool
+from gpu_reclaim.commands import Script, printable
+from gpu_reclaim.errors import BadInput
+from gpu_reclaim.serving import Server, no_interpreter
+from gpu_reclaim.session import Session
+from gpu_reclaim.sglang import Answer, Ask
+from gpu_reclaim.tuning import Measurement
+
+log = logging.getLogger(__name__)
+
+INFO = ("/server_info", "/get_server_info")
+"""The second is the only one in sglang 0.5.5, and deprecated in 0.5.23."""
+
+INFO_S = 30
+"""Longest wait for /server_info, in seconds: it asks the schedulers."""
+
+ANSWER_TOKENS = 48
+"""Length of a greedy answer: long enough that a broken cache or a wrong kernel shows, short enough
+that sixteen take seconds."""
+
+ANSWER_S = 120
+"""Longest wait for one greedy answer, in seconds; who is healthy and slower than that hangs."""
+
+PROMPTS = (
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "In Python, a list of the squares of the first five numbers is written as",
+    "Once upon a time, in a village at the foot of a mountain,",
+    "The three laws of motion say that",
+    "To make bread at home you first need to",
+    "SELECT name, COUNT(*) FROM orders",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "def fibonacci(n):",
+    "Dear Sir or Madam, I am writing to complain about",
+    "The difference between a process and a thread is that",
+    "Translate into German: The weather is fine today.",
+    "A short summary of the French Revolution:",
+    "Q: If a train leaves at 9:15 and arrives at 11:40, how long does it travel?\nA:",
+    '{"name": "Ada", "age": 36, "languages": [',
+    "The most important rule when working with electricity is",
+)
+"""Greedy answers to these are compared: prose, code, numbers, other languages, JSON."""
+
+
+def server_info(session: Session, server: Server) -> dict[str, object]:
+    """The server's resolved arguments and state, as /server_info has them; empty where none."""
+    for path in INFO:
+        answer = _ask(session, server, "ask for its arguments", [Ask(path, timeout_s=INFO_S)])[0]
+        if answer.json():
+            return answer.json()
+    return {}
+
+
+def greedy_answers(session: Session, server: Server) -> list[str] | str:
+    """One answer for each of `PROMPTS`; or, as one sentence, why there are none."""
+    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS}
+    asks = [
+        Ask("/generate", {"text": text, "sampling_params": sampling}, ANSWER_S) for text in PROMPTS
+    ]
+    # The first one alone: whether it answers at all is known sooner.
+    found = _ask(session, server, "ask for a completion", asks[:1])
+    if _text(found[0]) is not None:
+        found += _ask(session, server, "ask for greedy answers", asks[1:])
+    texts = [_text(answer) for answer in found]
+    bad = next((x for x, text in zip(found, texts, strict=True) if text is None), None)
+    if bad is not None:
+        return f"a request for {ANSWER_TOKENS} tokens got {bad}"
+    return [text or "" for text in texts]
+
+
+def _text(answer: Answer) -> str | None:
+    text = answer.json().get("text")
+    return text if answer.code == sglang.OK and isinstance(text, str) else None
+
+
+def differing_pct(answers: Sequence[str], reference: Sequence[str]) -> float:
+    """How many answers are not those of the reference, in percent."""
+    pairs = list(zip(answers, reference, strict=True))
+    return 100 * sum(one != other for one, other in pairs) / len(pairs)
+
+
+def find_tool(session: Session, server: Server) -> Tool:
+    """The host's benchmark client.
+
+    Raises:
+        BadInput: There is none, or it lacks flags.
+        TransportError: As `Transport.run`.
+    """
+    script = Script(
+        "look for the benchmark",
+        {"tool": benching.find_tool(server.python)},
+        timeout_s=benching.HELP_S * len(benching.MODULES) + 10,
+    )
+    section = session.links.run(script).section("tool")
+    tool = benching.parse_tool(section)
+    if tool is None:
+        said = printable("; ".join(section.lines("said")))
+        raise BadInput(
+            f"{session.host}: {server.python} cannot run sglang's benchmark: {said}",
+            remedy="correct python in the LlmServer block, or install what is missing there",
+        )
+    if tool.missing:
+        raise BadInput(
+            f"{session.host}: {tool.module} there does not know {', '.join(tool.missing)}",
+            remedy="use sglang 0.5.5 or newer",
+        )
+    return tool
+
+
+def measure(session: Session, server: Server, tool: Tool, load: Load) -> Measurement | str:
+    """Measure one concurrency; or, as one sentence, why it could not be.
+
+    Args:
+        session: The host.
+        server: What is measured.
+        tool: From `find_tool`.
+        load: What is sent.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    body = benching.run(server.python, tool, load)
+    script = Script(f"measure at {load.level}", {"bench": body}, timeout_s=load.timeout_s + 30)
+    ran = benching.parse_run(session.links.run(script).section("bench"))
+    if ran.code in (124, 137):
+        return f"the benchmark at {load.level} did not end within {load.timeout_s:.0f} s"
+    found = benching.measurement(ran, load)
+    if ran.code != 0 or found is None:
+        last = printable(_last(ran.said), limit=300)
+        return f"the benchmark at {load.level} failed (exit status {ran.code}): {last}"
+    if found.completed != load.requests:
+        return f"{found.completed} of {load.requests} requests were answered at {load.level}"
+    log.info("%s: %d in flight: %.1f tok/s", session.host, load.level, found.output_tok_s)
+    return found
+
+
+def _last(text: str) -> str:
+    return next((line for line in reversed(text.split("\n")) if line.strip()), "it said nothing")
+
+
+def _ask(session: Session, server: Server, name: str, asks: Sequence[Ask]) -> list[Answer]:
+    text = sglang.ask(server.python, server.base_url, asks, server.api_key)
+    limit = sum(one.timeout_s for one in asks) + 10
+    result = session.links.run(Script(name, {"answers": text}, timeout_s=limit))
+    found = sglang.parse_answers(result.section("answers"))
+    if len(found) != len(asks):
+        raise no_interpreter(session, server, result)
+    return found
