@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -121,7 +122,9 @@ class PretendHost:
         return "\n".join(["owner me", *rows, f"status {status}", ""])
 
     def _health(self) -> str:
-        return f"health {self.healths.pop(0) if len(self.healths) > 1 else self.healths[0]}"
+        said = self.healths.pop(0) if len(self.healths) > 1 else self.healths[0]
+        code, _, why = said.partition(" ")
+        return f"answer 0 {code} 0.1 {json.dumps(why)}" if code else ""
 
     def _section(self, name: str, body: str) -> Section:
         if name == "stop":

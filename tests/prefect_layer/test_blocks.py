@@ -217,7 +217,13 @@ def test_unknown_host_is_named_with_the_cure(name: str) -> None:
 
 def test_server_survives_a_round_trip_and_hides_the_secrets_of_its_host() -> None:
     host = GpuHost(ssh=access(), units=["sglang"])
-    made = LlmServer(host=host, unit="sglang", python="/opt/sglang/bin/python")
+    made = LlmServer(
+        host=host,
+        unit="sglang",
+        python="/opt/sglang/bin/python",
+        api_key=SecretStr(SECRET),
+        dataset_path="/data/prompts.json",
+    )
     made.save("llm", overwrite=True)
     with get_client(sync_client=True) as client:
         shown = client.read_block_document_by_name(
@@ -226,8 +232,14 @@ def test_server_survives_a_round_trip_and_hides_the_secrets_of_its_host() -> Non
 
     assert SECRET not in str(shown.model_dump())
     assert load_server("llm") == Server(
-        "sglang.service", "http://127.0.0.1:30000", "/opt/sglang/bin/python", 1800
+        "sglang.service",
+        "http://127.0.0.1:30000",
+        "/opt/sglang/bin/python",
+        1800,
+        dataset_path="/data/prompts.json",
+        api_key=SECRET,
     )
+    assert SECRET not in repr(load_server("llm"))
 
 
 @pytest.mark.parametrize("name", ["", "never-saved"])
