@@ -38,6 +38,7 @@ HURRIED = {"PREFECT_CLIENT_MAX_RETRIES": "1", "PREFECT_LOGGING_TO_API_ENABLED": 
 """A run asks a dead server twice instead of six times, and does not keep its log lines for it: so a
 walk of many steps ends within the day."""
 
+LAST = "put back what was stopped"
 CUT_S = 60
 MOST_S = 10
 """After a cancel all is back within so many seconds."""
@@ -211,15 +212,24 @@ def lose_worker(scene: Scene) -> Callable[[int, str], None]:
 def lose_server(scene: Scene) -> Callable[[int, str], None]:
     """SIGKILL to Prefect's server, which comes back when all is over."""
 
+    def over(run: UUID) -> bool:
+        return not scene.prefect.flow_processes(run)
+
     def one(number: int, what: str) -> None:
         run, steps = scene.run(number, act="wait", more=HURRIED)
         steps.wait_reached()
         scene.prefect.kill_server()
         steps.go()
         began = time.monotonic()
-        wait_until(f"server killed at {what}: all is back", scene.is_back, 300)
+        wait_until(
+            f"server killed at {what}: all is back",
+            lambda: (LAST in steps.names or over(run)) and scene.is_back(),
+            300,
+        )
         took = time.monotonic() - began
-        wait_until("the run is over", lambda: not scene.prefect.flow_processes(run), 300)
+        # Prefect's events are kept for a server for minutes, after all else is done.
+        scene.prefect.start_server()
+        wait_until("the run is over", lambda: over(run), 300)
         scene.check(f"server killed at {what}, back after {took:.0f} s")
         scene.prefect.repair()
 
