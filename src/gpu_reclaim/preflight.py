@@ -1,0 +1,257 @@
+"""All that is looked at before a server is taken down: what can refuse a tuning refuses it here."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpu_reclaim import logbook, measuring, serverunit, sglang
+from gpu_reclaim.benching import SEED, Load, Tool
+from gpu_reclaim.commands import Script, printable
+from gpu_reclaim.errors import BadInput
+from gpu_reclaim.execstart import locate
+from gpu_reclaim.servercommand import ServerCommand, drop_in
+from gpu_reclaim.serving import Server
+from gpu_reclaim.session import Session, look
+from gpu_reclaim.spectrials import trials
+from gpu_reclaim.speculation import read_flags, with_setting
+from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting
+
+log = logging.getLogger(__name__)
+
+OUTPUT_TOKENS = 220
+"""Mean answer of a ShareGPT conversation, in tokens: what a benchmark's length is guessed from
+until one was measured."""
+
+ONE_STREAM_TOK_S, STREAMS_POWER = 122, 0.61
+"""Output tokens per second of N streams are guessed as 122 N^0.61: Qwen3.5-122B on four RTX PRO
+6000 made 122 at one request and 1566 at 64."""
+
+START_S = 300
+"""A start is guessed to take so long, in seconds, where the server does not say how long its last
+one took."""
+
+_COUNT = """
+import json, sys
+try:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        text = file.read()
+    try:
+        rows = json.loads(text)
+    except ValueError:
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    talks = [row.get("conversations", row.get("conversation", [])) for row in rows]
+    print("prompts", sum(len(talk) >= 2 for talk in talks))
+except (OSError, ValueError, AttributeError, TypeError) as error:
+    print("why", str(error).split(chr(10))[0])
+"""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A server before it is tuned, and what will be tried.
+
+    Attributes:
+        server: What is tuned.
+        command: Its command line.
+        settings: The trials by name, in order of preference, the present setting first.
+        refused: Settings that will not be tried, and why.
+        info: Its /server_info.
+        tool: The benchmark client.
+        running: --max-running-requests of every trial.
+        model: Folder with its tokenizer.
+        parts: What must be the same so that measurements may be compared.
+        place: Where its logbook is on the host.
+        start_s: Seconds that a start took last time, or is guessed to take.
+    """
+
+    server: Server
+    command: ServerCommand = field(repr=False)
+    settings: Mapping[str, SpecSetting]
+    refused: Mapping[str, str]
+    info: Mapping[str, Any] = field(repr=False)
+    tool: Tool = field(repr=False)
+    running: int
+    model: str
+    parts: Mapping[str, object] = field(repr=False)
+    place: str
+    start_s: float
+
+    @property
+    def current(self) -> str:
+        """Name of the present setting."""
+        return next(iter(self.settings))
+
+    def flags(self, arm: str) -> list[str]:
+        """The server's flags with that setting."""
+        algorithm = read_flags(self.command.flags).algorithm
+        return with_setting(
+            self.command.flags,
+            self.settings[arm],
+            current_algorithm=algorithm,
+            max_running_requests=self.running,
+        )
+
+    def drop_in(self, arm: str) -> str:
+        """Text of the drop-in that gives the unit that setting."""
+        return drop_in(self.command, self.flags(arm))
+
+
+def load_of(before: Preflight, plan: SpecDecodePlan, level: int, name: str) -> Load:
+    """What one measurement sends."""
+    server = before.server
+    return Load(
+        level=level,
+        requests=requests_at(plan, level),
+        base_url=server.base_url,
+        model=before.model,
+        dataset_name=server.dataset_name,
+        dataset_path=server.dataset_path,
+        timeout_s=plan.measure_timeout_s,
+        folder=before.place,
+        name=name,
+        api_key=server.api_key,
+    )
+
+
+def requests_at(plan: SpecDecodePlan, level: int) -> int:
+    """Requests of one measurement."""
+    return max(plan.least_requests, plan.requests_per_stream * level)
+
+
+def ladder_s(plan: SpecDecodePlan) -> float:
+    """Guessed seconds of one visit's measurements."""
+    rates = {level: ONE_STREAM_TOK_S * level**STREAMS_POWER for level in plan.levels}
+    return sum(requests_at(plan, x) * OUTPUT_TOKENS / rate for x, rate in rates.items())
+
+
+def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflight:
+    """Look at everything; touch nothing.
+
+    Raises:
+        BadInput: Something speaks against tuning; the message says what.
+        TransportError: As `Transport.run`.
+    """
+    if server.unit not in session.units:
+        raise BadInput(
+            f"{session.host}: {server.unit} is none of its units ({', '.join(session.units)})",
+            remedy="add the unit to the GpuHost block of the LlmServer block",
+        )
+    info = _serving(session, server)
+    command = locate(_unit(session, server.unit))
+    current = read_flags(command.flags)
+    chosen, refused = trials(plan, current, command.flags, info)
+    model = server.model_path or _text(info.get("tokenizer_path")) or _text(info.get("model_path"))
+    if not model:
+        raise BadInput(
+            f"{session.host}: the server does not say where its model is",
+            remedy="set model_path in the LlmServer block",
+        )
+    prompts = _prompts(session, server, max(requests_at(plan, x) for x in plan.levels))
+    running = plan.max_running_requests or _number(info) or max(plan.levels)
+    parts = {
+        "unit": server.unit,
+        "version": _text(info.get("version")),
+        "model": _text(info.get("model_path")) or model,
+        "flags": logbook.key_of(
+            {
+                "flags": with_setting(
+                    command.flags,
+                    SpecSetting(off=True),
+                    current_algorithm="",
+                    max_running_requests=running,
+                )
+            }
+        ),
+        "running": running,
+        "gpus": _gpus(session),
+        "prompts": prompts,
+        "levels": {str(level): requests_at(plan, level) for level in plan.levels},
+        "seed": SEED,
+        "greedy": logbook.key_of({"prompts": measuring.PROMPTS}),
+    }
+    took = info.get("startup_time")
+    return Preflight(
+        server=server,
+        command=command,
+        settings={str(one): one for one in chosen},
+        refused=refused,
+        info=info,
+        tool=measuring.find_tool(session, server),
+        running=running,
+        model=model,
+        parts=parts,
+        place=logbook.folder(session, server.unit, logbook.key_of(parts)),
+        start_s=float(took) if isinstance(took, int | float) and took > 0 else START_S,
+    )
+
+
+def _serving(session: Session, server: Server) -> Mapping[str, Any]:
+    text = sglang.ask_health(server.python, server.base_url)
+    script = Script("ask for health", {"health": text}, timeout_s=sglang.ANSWER_S + 10)
+    health = sglang.parse_health(session.links.run(script).section("health"))
+    if health is None or health.code != sglang.OK:
+        raise BadInput(
+            f"{session.host}: {server.unit} does not serve at {server.base_url}: {health}",
+            remedy="what it runs with now is what others are compared with, so let it serve first; "
+            "or correct base_url and python in the LlmServer block",
+        )
+    info = measuring.server_info(session, server)
+    if not info:
+        raise BadInput(
+            f"{session.host}: {server.base_url} does not answer /server_info",
+            remedy="give its API key in the LlmServer block if it wants one; "
+            "sglang before 0.5.5 cannot be tuned here",
+        )
+    return info
+
+
+def _unit(session: Session, unit: str) -> serverunit.Unit:
+    body = serverunit.show_server(unit)
+    # Its answer holds the command line, so it is never shown.
+    script = Script("read its command line", {"unit": body}, together=True)
+    return serverunit.parse_server(session.links.run(script).section("unit"), unit)
+
+
+def _prompts(session: Session, server: Server, needed: int) -> str:
+    if not server.dataset_path:
+        raise BadInput(
+            f"{session.host}: no prompts to measure with are named",
+            remedy="set dataset_path in the LlmServer block to a ShareGPT file on the host: random "
+            "tokens would say nothing about drafts",
+        )
+    path = shlex.quote(server.dataset_path)
+    body = f"cksum {path} | sed 's/^/sum /'\n"
+    body += f"{shlex.quote(server.python)} - {path} <<'@gr-python'{_COUNT}@gr-python\n"
+    section = session.links.run(Script("look at the prompts", {"prompts": body})).section("prompts")
+    count = section.value("prompts")
+    if not count.isdigit():
+        raise BadInput(
+            f"{session.host}: {server.dataset_path} cannot be read as {server.dataset_name}: "
+            f"{printable(section.value('why'))}",
+            remedy="correct dataset_path in the LlmServer block",
+        )
+    if int(count) < needed:
+        raise BadInput(
+            f"{session.host}: {server.dataset_path} has {count} conversations, and the highest "
+            f"concurrency needs {needed} requests",
+            remedy="take fewer requests per stream, lower concurrencies, or a longer file",
+        )
+    return " ".join(section.value("sum").split()[:2])
+
+
+def _gpus(session: Session) -> list[str]:
+    reading = look(session, "read the GPUs", units=False).reading
+    return [f"{gpu.name} {gpu.uuid}" for gpu in reading.gpus]
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _number(info: Mapping[str, Any]) -> int:
+    value = info.get("max_running_requests")
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
