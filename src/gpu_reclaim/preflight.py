@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import shlex
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_reclaim import logbook, measuring, serverunit, sglang
 from gpu_reclaim.benching import SEED, Load, Tool
-from gpu_reclaim.commands import Script, printable
+from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.execstart import locate
+from gpu_reclaim.prompts import look_at_prompts
 from gpu_reclaim.servercommand import ServerCommand, drop_in
 from gpu_reclaim.serving import Server
 from gpu_reclaim.session import Session, look
@@ -33,21 +34,6 @@ ONE_STREAM_TOK_S, STREAMS_POWER = 122, 0.61
 START_S = 300
 """A start is guessed to take so long, in seconds, where the server does not say how long its last
 one took."""
-
-_COUNT = """
-import json, sys
-try:
-    with open(sys.argv[1], encoding="utf-8") as file:
-        text = file.read()
-    try:
-        rows = json.loads(text)
-    except ValueError:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    talks = [row.get("conversations", row.get("conversation", [])) for row in rows]
-    print("prompts", sum(len(talk) >= 2 for talk in talks))
-except (OSError, ValueError, AttributeError, TypeError) as error:
-    print("why", str(error).split(chr(10))[0])
-"""
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,7 @@ def requests_at(plan: SpecDecodePlan, level: int) -> int:
 
 def ladder_s(plan: SpecDecodePlan) -> float:
     """Guessed seconds of one visit's measurements."""
-    rates = {level: ONE_STREAM_TOK_S * level**STREAMS_POWER for level in plan.levels}
+    rates = {level: ONE_STREAM_TOK_S * math.pow(level, STREAMS_POWER) for level in plan.levels}
     return sum(requests_at(plan, x) * OUTPUT_TOKENS / rate for x, rate in rates.items())
 
 
@@ -150,7 +136,7 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
             f"{session.host}: the server does not say where its model is",
             remedy="set model_path in the LlmServer block",
         )
-    prompts = _prompts(session, server, max(requests_at(plan, x) for x in plan.levels))
+    prompts = look_at_prompts(session, server, max(requests_at(plan, x) for x in plan.levels))
     running = plan.max_running_requests or _number(info) or max(plan.levels)
     parts = {
         "unit": server.unit,
@@ -214,33 +200,6 @@ def _unit(session: Session, unit: str) -> serverunit.Unit:
     # Its answer holds the command line, so it is never shown.
     script = Script("read its command line", {"unit": body}, together=True)
     return serverunit.parse_server(session.links.run(script).section("unit"), unit)
-
-
-def _prompts(session: Session, server: Server, needed: int) -> str:
-    if not server.dataset_path:
-        raise BadInput(
-            f"{session.host}: no prompts to measure with are named",
-            remedy="set dataset_path in the LlmServer block to a ShareGPT file on the host: random "
-            "tokens would say nothing about drafts",
-        )
-    path = shlex.quote(server.dataset_path)
-    body = f"cksum {path} | sed 's/^/sum /'\n"
-    body += f"{shlex.quote(server.python)} - {path} <<'@gr-python'{_COUNT}@gr-python\n"
-    section = session.links.run(Script("look at the prompts", {"prompts": body})).section("prompts")
-    count = section.value("prompts")
-    if not count.isdigit():
-        raise BadInput(
-            f"{session.host}: {server.dataset_path} cannot be read as {server.dataset_name}: "
-            f"{printable(section.value('why'))}",
-            remedy="correct dataset_path in the LlmServer block",
-        )
-    if int(count) < needed:
-        raise BadInput(
-            f"{session.host}: {server.dataset_path} has {count} conversations, and the highest "
-            f"concurrency needs {needed} requests",
-            remedy="take fewer requests per stream, lower concurrencies, or a longer file",
-        )
-    return " ".join(section.value("sum").split()[:2])
 
 
 def _gpus(session: Session) -> list[str]:

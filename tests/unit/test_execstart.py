@@ -199,7 +199,8 @@ SHAPES: dict[str, tuple[Unit, str, list[str]]] = {
     "conda run": (
         unit(
             f"ExecStart=/opt/conda/bin/conda run --no-capture -n x python {LAUNCH} {FLAGS}",
-            f"/opt/conda/bin/python /opt/conda/bin/conda run --no-capture -n x python {LAUNCH} {FLAGS}",
+            "/opt/conda/bin/python /opt/conda/bin/conda run --no-capture -n x "
+            f"python {LAUNCH} {FLAGS}",
         ),
         f"/opt/conda/bin/conda run --no-capture -n x python {LAUNCH}",
         words(FLAGS),

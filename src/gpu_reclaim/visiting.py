@@ -1,0 +1,135 @@
+"""One visit: a server started with one setting, proven, asked and measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from gpu_reclaim import measuring, trial
+from gpu_reclaim.measuring import differing_pct, greedy_answers
+from gpu_reclaim.preflight import Preflight, load_of
+from gpu_reclaim.session import Session
+from gpu_reclaim.speculation import same_server
+from gpu_reclaim.trial import Failure
+from gpu_reclaim.tuning import Measurement, SpecDecodePlan, Visit
+
+log = logging.getLogger(__name__)
+
+NO_RESTART = "Restart=no\n"
+"""A server that ends while it is on trial stays ended: that is an observation."""
+
+STEADY = ("version", "model_path", "tp_size", "dp_size", "max_running_requests", "launch_command")
+"""What of /server_info says that a server is the same as before; so does all that begins with
+`speculative`."""
+
+
+def start(session: Session, before: Preflight, arm: str) -> float | Failure:
+    """Start a server whose GPUs are free with one setting, until it serves and is proven.
+
+    Returns:
+        Seconds until it served; or why it does not, or not so.
+
+    Raises:
+        CommandFailed: It could not be started.
+        HoldLost: The host is not ours any more.
+        TransportError: As `Transport.run`.
+    """
+    server = before.server
+    log.info("%s: %s starts with %s", session.host, server.unit, arm)
+    trial.begin(session, server.unit, f"{before.drop_in(arm)}{NO_RESTART}")
+    ready = trial.wait_ready(session, server)
+    if isinstance(ready, Failure):
+        return ready
+    info = measuring.server_info(session, server)
+    wrong = same_server(before.settings[arm], info, max_running_requests=before.running)
+    return Failure(f"it runs with other arguments: {'; '.join(wrong)}") if wrong else ready
+
+
+def visit(
+    session: Session,
+    before: Preflight,
+    plan: SpecDecodePlan,
+    turn: tuple[str, int],
+    reference: Sequence[str],
+) -> tuple[Visit, list[str]]:
+    """Start, prove, ask and measure; whatever the server does is an observation.
+
+    Args:
+        session: The host; the GPUs are free and held.
+        before: From `preflight`.
+        plan: How it is measured.
+        turn: The setting's name, and the round.
+        reference: Greedy answers to compare with; none yet: nothing is compared.
+
+    Returns:
+        The visit, and the server's own greedy answers.
+
+    Raises:
+        CommandFailed: It could not be started.
+        HoldLost: The host is not ours any more.
+        TransportError: As `Transport.run`.
+    """
+    arm, number = turn
+    ready = start(session, before, arm)
+    if isinstance(ready, Failure):
+        return _failed(turn, ready), []
+    answers = greedy_answers(session, before.server)
+    if isinstance(answers, str):
+        return _failed(turn, _failure(session, before, answers), ready), []
+    levels: list[Measurement] = []
+    for level in plan.levels:
+        name = f"{arm.replace(' ', '-').replace('/', '.')}-round-{number}-at-{level}"
+        load = load_of(before, plan, level, name)
+        found = measuring.measure(session, before.server, before.tool, load)
+        if isinstance(found, str):
+            return _failed(turn, _failure(session, before, found), ready), answers
+        levels.append(found)
+    done = Visit(
+        arm=arm,
+        round=number,
+        ready_s=ready,
+        levels=levels,
+        differing_pct=differing_pct(answers, reference) if reference else None,
+        token_capacity=_capacity(session, before),
+    )
+    return done, answers
+
+
+def _failure(session: Session, before: Preflight, why: str) -> Failure:
+    return Failure(why, trial.last_words(session, before.server))
+
+
+def _failed(turn: tuple[str, int], failure: Failure, ready_s: float = 0) -> Visit:
+    arm, number = turn
+    log.warning("%s: %s", arm, failure.why)
+    return Visit(arm=arm, round=number, failure=failure.why, detail=failure.detail, ready_s=ready_s)
+
+
+def _capacity(session: Session, before: Preflight) -> int | None:
+    states = measuring.server_info(session, before.server).get("internal_states")
+    try:
+        value = states[0]["memory_usage"]["token_capacity"]  # type: ignore[index]
+    except (LookupError, TypeError):
+        return None
+    return value if isinstance(value, int) else None
+
+
+def changed(session: Session, before: Preflight) -> list[str]:
+    """Where the server that serves now differs from the one that was found first.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    info = measuring.server_info(session, before.server)
+    if not info:
+        return ["it does not answer /server_info"]
+    names = [x for x in before.info if x in STEADY or x.startswith("speculative")]
+    return [
+        f"{name} was {before.info[name]!r:.100} and is {info.get(name)!r:.100}"
+        for name in names
+        if name != "launch_command" and info.get(name) != before.info[name]
+    ] + (
+        ["its command line is another"]
+        if info.get("launch_command") != before.info.get("launch_command")
+        else []
+    )
