@@ -151,16 +151,17 @@ def grid(rows: Sequence[Row]) -> str:
     heads = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for row in rows:
-        lines.append("| " + " | ".join(_cell(row.get(head, "")) for head in heads) + " |")
+        lines.append("| " + " | ".join(cell(row.get(head, "")) for head in heads) + " |")
     return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
-    if re.fullmatch(r"`[^`|]*`", text):
+def cell(text: str) -> str:
+    """Text that stays text in a table's cell or a paragraph of markdown."""
+    if re.fullmatch(r"`[^`|\r\n]*`", text):
         return text
     # Names come from processes: nothing in them may end the cell or become markup.
     safe = re.sub(r"([\\`*_{}\[\]()#+!<>~|])", r"\\\1", text)
-    return safe.replace("\n", " ")
+    return re.sub(r"[\r\n]", " ", safe)
 
 
 def show_survey(survey: Survey) -> None:
@@ -199,14 +200,14 @@ def show_report(report: ReclaimReport) -> None:
 
 def page(report: ReclaimReport) -> str:
     """The report as markdown: verdict, remedy, GPUs, processes, timeline."""
-    parts = [f"# {report.host}: {report.verdict}", _cell(report.summary)]
+    parts = [f"# {report.host}: {report.verdict}", cell(report.summary)]
     if report.remedy:
-        parts.append(f"**What to do now:** {_cell(report.remedy)}")
+        parts.append(f"**What to do now:** {cell(report.remedy)}")
     gpus = gpu_rows(report.gpus_before, report.gpus_after)
     parts += ["## GPUs", grid(gpus) if gpus else "(not read)"]
     if report.stopped:
         title = "Would be stopped" if report.verdict == Verdict.PLANNED else "Stopped"
-        units = [f"- {_cell(_unit(row.unit, row.triggered_by))}" for row in report.stopped]
+        units = [f"- {cell(_unit(row.unit, row.triggered_by))}" for row in report.stopped]
         parts += [f"## {title}", "\n".join(units)]
     parts += _hold(report)
     rows = process_rows(report.ended, report.spared)
@@ -230,11 +231,11 @@ def _hold(report: ReclaimReport) -> list[str]:
     parts = []
     if report.held_until:
         until = f"No unit or trigger above can be started until {report.held_until}"
-        parts += ["## Held", _cell(f"{until}. Then the host puts them back by itself.")]
+        parts += ["## Held", cell(f"{until}. Then the host puts them back by itself.")]
     if report.leftovers:
         parts += ["## Left by an earlier run, put back first", restored(report.leftovers)]
     if report.restore:
-        parts += ["## Put back", _cell(report.restore)]
+        parts += ["## Put back", cell(report.restore)]
         parts += [restored(report.restored)] if report.restored else []
     return parts
 
@@ -247,9 +248,9 @@ def restored(rows: Sequence[RestoredUnit]) -> str:
 def show_restore(report: RestoreReport) -> None:
     """What was put back, on one page."""
     title = "put back" if report.complete else "not all was put back"
-    parts = [f"# {report.host}: {title}", _cell(report.summary)]
-    parts += [f"**What to do now:** {_cell(report.remedy)}"] if report.remedy else []
-    parts += [f"The hold was that of {_cell(report.owner)}."] if report.owner else []
+    parts = [f"# {report.host}: {title}", cell(report.summary)]
+    parts += [f"**What to do now:** {cell(report.remedy)}"] if report.remedy else []
+    parts += [f"The hold was that of {cell(report.owner)}."] if report.owner else []
     parts += [restored(report.restored)] if report.restored else []
     markdown(slug("gpu-restore", report.host), "\n\n".join(parts), f"{report.host}: {title}")
 
@@ -257,8 +258,8 @@ def show_restore(report: RestoreReport) -> None:
 def show_exclusive(host: str, moments: Sequence[tuple[str, str]], report: RestoreReport) -> None:
     """A block of `exclusive_gpus` from beginning to end, on one page."""
     title = "held and put back" if report.complete else "not all was put back"
-    parts = [f"# {host}: {title}", _cell(report.summary)]
-    parts += [f"**What to do now:** {_cell(report.remedy)}"] if report.remedy else []
+    parts = [f"# {host}: {title}", cell(report.summary)]
+    parts += [f"**What to do now:** {cell(report.remedy)}"] if report.remedy else []
     parts += ["## Timeline", grid([{"at": at, "what": what} for at, what in moments])]
     parts += ["## Put back", restored(report.restored)] if report.restored else []
     markdown(slug("gpu-exclusive", host), "\n\n".join(parts), f"{host}: {title}")
