@@ -33,6 +33,9 @@ NOISE = (
     # systemd makes it with the first transient unit, and leaves it there, empty.
     "/run/systemd/transient|",
     "/opt/gpu-lab/__pycache__",
+    # Named anew by each boot.
+    "/tmp/systemd-private-",
+    "/var/tmp/systemd-private-",
     # The first login writes it.
     "/run/motd.dynamic",
 )
