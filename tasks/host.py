@@ -25,7 +25,7 @@ from prefect.runtime import task_run
 
 from gpu_reclaim.blocks import GpuHost, LlmServer
 from gpu_reclaim.commands import printable
-from gpu_reclaim.errors import AccessRefused, HostKeyRefused, TransportError, UnknownHost
+from gpu_reclaim.errors import AccessRefused, BadInput, HostKeyRefused, TransportError, UnknownHost
 from gpu_reclaim.models import ReclaimPolicy, Step, Via
 from gpu_reclaim.serving import Server
 from gpu_reclaim.session import Session
@@ -105,13 +105,38 @@ def load_host(name: str) -> GpuHost:
 
 
 def load_server(name: str) -> Server:
+    """The server that an LlmServer block describes.
+
+    Raises:
+        UnknownHost: There is no such block document.
+    """
+    return load_llm(name).server()
+
+
+def load_llm(name: str) -> LlmServer:
     """Load an LlmServer block by name.
 
     Raises:
         UnknownHost: There is no such block document.
     """
     example = 'LlmServer(host=GpuHost.load("..."), unit="...", python="...").save("NAME")'
-    return _load(LlmServer, name, example).server()
+    return _load(LlmServer, name, example)
+
+
+def host_of(server: str) -> str:
+    """Name of the GpuHost block that an LlmServer block is on.
+
+    Raises:
+        UnknownHost: There is no such LlmServer block.
+        BadInput: Its host has no name of its own.
+    """
+    name = load_llm(server).host._block_document_name
+    if not name:
+        raise BadInput(
+            f"{server}: its host was never saved under a name of its own",
+            remedy='save the host first, then LlmServer(host=GpuHost.load("NAME"), ...)',
+        )
+    return name
 
 
 def _load(kind: type[B], name: str, example: str) -> B:

@@ -12,7 +12,7 @@ from prefect.logging.loggers import flow_run_logger
 
 from gpu_reclaim import hold
 from gpu_reclaim.errors import GpuReclaimError
-from gpu_reclaim.tasks.host import load_host
+from gpu_reclaim.tasks.host import host_of, load_host
 from gpu_reclaim.tasks.slots import free_slot_of
 
 
@@ -23,7 +23,8 @@ def put_back_after(host: str = "") -> FlowStateHook[..., Any]:
     record alone. What another run holds it leaves alone.
 
     Args:
-        host: Name of the GpuHost block; by default the run's own parameter `host`.
+        host: Name of the GpuHost block; by default the run's own parameter `host`, or the
+            host of its parameter `server`.
 
     Example:
         ```python
@@ -44,8 +45,10 @@ def put_back_after(host: str = "") -> FlowStateHook[..., Any]:
         flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]
     ) -> None:
         log = flow_run_logger(flow_run, flow)
-        name = host or str(flow_run.parameters.get("host") or "")
+        said = flow_run.parameters
+        name, server = host or str(said.get("host") or ""), str(said.get("server") or "")
         try:
+            name = name or (host_of(server) if server else "")
             log.info("%s after %s: looking whether anything is to be put back", name, state.name)
             # Not `open_host`: a block around may have that session, and this must not end it.
             session = load_host(name).session(name)

@@ -25,6 +25,7 @@
     ├── CommandFailed              a tool said no
     │   └── CameBack               what was stopped runs again
     ├── NotRestored                not all that was stopped came back; carries the report
+    ├── NotInForce                 a server serves, and not with the setting it should have
     └── GpusNotReclaimed           the verdict is not a good one; carries the report
 
 Each says what happened, on which host, and what to do; `result` is what caused it, if one did.
@@ -171,6 +172,10 @@ class CommandFailed(GpuReclaimError):
 
 class CameBack(CommandFailed):
     """A unit was stopped, and runs again."""
+
+
+class NotInForce(GpuReclaimError):
+    """A server serves, and not with the setting that it should have."""
 
 
 class NotRestored(GpuReclaimError):

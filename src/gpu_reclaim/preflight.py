@@ -13,6 +13,7 @@ from gpu_reclaim.benching import SEED, Load, Tool
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.execstart import locate
+from gpu_reclaim.lease import TUNED_FILE
 from gpu_reclaim.prompts import look_at_prompts
 from gpu_reclaim.servercommand import ServerCommand, drop_in
 from gpu_reclaim.serving import Server
@@ -80,6 +81,24 @@ class Preflight:
             current_algorithm=algorithm,
             max_running_requests=self.running,
         )
+
+    @property
+    def trial_flags(self) -> dict[str, list[str]]:
+        """The flags that are different from trial to trial, by setting."""
+        return {
+            arm: with_setting(
+                [],
+                setting,
+                current_algorithm=read_flags(self.command.flags).algorithm,
+                max_running_requests=self.running,
+            )
+            for arm, setting in self.settings.items()
+        }
+
+    def tuned_file(self, *, lasting: bool) -> str:
+        """Where a winner's drop-in is on the host."""
+        root = "/etc" if lasting else "/run"
+        return f"{root}/systemd/system/{self.server.unit}.d/{TUNED_FILE}"
 
     def drop_in(self, arm: str) -> str:
         """Text of the drop-in that gives the unit that setting."""

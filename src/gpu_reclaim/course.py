@@ -1,0 +1,127 @@
+"""A tuning on its way: what was measured so far, what comes next, and the report of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from gpu_reclaim.deciding import next_visit
+from gpu_reclaim.models import ReclaimPolicy
+from gpu_reclaim.preflight import Preflight, ladder_s
+from gpu_reclaim.standings import decision, results
+from gpu_reclaim.tuning import SpecDecodePlan, TuningOutcome, TuningReport, Visit
+
+RECLAIM_S = 30
+"""A reclaim between two trials is guessed to take so long, in seconds: a server that drains, and
+memory that settles."""
+
+
+@dataclass
+class Tuning:
+    """A tuning on its way.
+
+    Attributes:
+        server: Name of the LlmServer block.
+        host: Name of the GpuHost block.
+        plan: What is tried, and how it is decided.
+        policy: For the reclaims.
+        before: From `preflight`.
+        visits: All so far, an earlier run's first.
+        answers: The present setting's greedy answers; none yet: empty.
+        resumed: So many visits are an earlier run's.
+    """
+
+    server: str
+    host: str
+    plan: SpecDecodePlan
+    policy: ReclaimPolicy
+    before: Preflight
+    visits: list[Visit] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    resumed: int = 0
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def arms(self) -> list[str]:
+        """Names of the settings, the present one first."""
+        return list(self.before.settings)
+
+    @property
+    def turn(self) -> tuple[str, int] | None:
+        """What to measure next; None when it is decided."""
+        return next_visit(self.arms, self.visits, self.plan)
+
+    @property
+    def winner(self) -> str:
+        """The setting to use, by what is known so far."""
+        return decision(self.arms, self.visits, self.plan).arm
+
+    @property
+    def most_visits(self) -> int:
+        """Visits, where no setting leaves early."""
+        return len(self.arms) * self.plan.rounds
+
+    @property
+    def most_minutes(self) -> float:
+        """How long all of those take, in minutes."""
+        return self.most_visits * self._visit_s / 60
+
+    @property
+    def _visit_s(self) -> float:
+        """Seconds of a visit: as measured, else guessed."""
+        took = [x.ready_s + sum(row.seconds for row in x.levels) for x in self.visits if x.levels]
+        guess = self.before.start_s + ladder_s(self.plan)
+        return RECLAIM_S + (fmean(took) if took else guess)
+
+    def progress(self, turn: tuple[str, int]) -> tuple[int, int, str, float]:
+        """Visits done and at most, what comes now, and the most minutes that are left."""
+        done, most = len(self.visits), self.most_visits
+        words = f"round {turn[1]} of {self.plan.rounds}, {turn[0]}"
+        return done, most, words, max(0, most - done) * self._visit_s / 60
+
+    def planned(self) -> TuningReport:
+        """The report where nothing was touched."""
+        return self._report(
+            "planned",
+            f"{len(self.arms)} settings would be tried, in {self.most_minutes:.0f} min at most",
+        )
+
+    def report(self, *, applied: bool, not_kept: str, proof: str) -> TuningReport:
+        """The report of a tuning that ran to its end.
+
+        Args:
+            applied: The winner is in force.
+            not_kept: Why it is not, although it should be.
+            proof: What shows which setting is in force.
+        """
+        said = decision(self.arms, self.visits, self.plan).summary
+        if self.winner == self.before.current:
+            return self._report("kept", said, proof=proof)
+        if applied:
+            place = self.before.tuned_file(lasting=self.plan.persist)
+            return self._report("replaced", said, proof=proof, drop_in=place)
+        remedy = f"run it again with apply = if_better to use {self.winner}"
+        if not_kept:
+            said = f"{said} It was not kept, for at its last start: {not_kept}"
+            remedy = "see why it starts at one time and not at another, before it is used"
+        return self._report("found", said, proof=proof, remedy=remedy)
+
+    def _report(self, outcome: TuningOutcome, summary: str, **more: str) -> TuningReport:
+        return TuningReport.model_validate(
+            {
+                "server": self.server,
+                "outcome": outcome,
+                "summary": summary,
+                "current": self.before.current,
+                "winner": self.winner,
+                "minutes": (time.monotonic() - self._began) / 60,
+                "estimated_minutes": self.most_minutes,
+                "resumed": self.resumed,
+                "arms": results(self.arms, self.visits, self.plan) if self.visits else [],
+                "visits": self.visits,
+                "refused": dict(self.before.refused),
+                "raw": self.before.place,
+                **more,
+            }
+        )
