@@ -180,14 +180,16 @@ def _found(
 def _same(written: Sequence[Word], real: Sequence[str]) -> bool:
     """Whether the words can have become these."""
     pattern = "".join(map(_pattern, written))
-    return re.fullmatch(pattern, "".join(f"{word}\0" for word in real)) is not None
+    return re.fullmatch(pattern, "".join(f"{word}\x00" for word in real)) is not None
 
 
 def _pattern(word: Word) -> str:
     """What matches the word, ended by NUL, whatever its specifiers and variables stand for."""
     if word.many:
-        return r"(?:[^\0]*\0)*"
-    return "".join(r"[^\0]*" if part is None else re.escape(part) for part in word.parts) + r"\0"
+        return r"(?:[^\x00]*\x00)*"
+    return (
+        "".join(r"[^\x00]*" if part is None else re.escape(part) for part in word.parts) + r"\x00"
+    )
 
 
 def _wrapped(unit: Unit, command: ExecCommand, real: list[str]) -> ServerCommand:

@@ -198,11 +198,10 @@ SHAPES: dict[str, tuple[Unit, str, list[str]]] = {
     ),
     "conda run": (
         unit(
-            f"ExecStart=/opt/conda/bin/conda run --no-capture -n x python {LAUNCH} {FLAGS}",
-            "/opt/conda/bin/python /opt/conda/bin/conda run --no-capture -n x "
-            f"python {LAUNCH} {FLAGS}",
+            f"ExecStart=/opt/conda/bin/conda run -n x python {LAUNCH} {FLAGS}",
+            f"/opt/conda/bin/python /opt/conda/bin/conda run -n x python {LAUNCH} {FLAGS}",
         ),
-        f"/opt/conda/bin/conda run --no-capture -n x python {LAUNCH}",
+        f"/opt/conda/bin/conda run -n x python {LAUNCH}",
         words(FLAGS),
     ),
     "uv run": (
@@ -315,10 +314,10 @@ INNER: dict[str, tuple[Unit, str, list[str]]] = {
     "variables": (
         unit(
             f"""ExecStart=bash -c 'exec python {LAUNCH} $ARGS --m "$$MODEL" --p ${{PORT}}'""",
-            ["python", *words(LAUNCH), "--a", "--m", "/a b", "--p", "1"],
+            ["python", *words(LAUNCH), "--a", "b", "--m", "/a b", "--p", "1"],
         ),
         f"exec python {LAUNCH}",
-        ["--a", "--m", "/a b", "--p", "1"],
+        ["--a", "b", "--m", "/a b", "--p", "1"],
     ),
     "an environment": (
         unit(f"ExecStart=sh -c 'A=$${{B}} exec %h/python {LAUNCH} {FLAGS}'"),
@@ -421,6 +420,10 @@ REFUSED: dict[str, tuple[Unit, str]] = {
     ),
     "a wrapper that limits requests": (
         unit("ExecStart=/opt/run.sh --tp 4", f"{PY} {LAUNCH} --tp 4 --max-running-requests 9"),
+        "/opt/run.sh",
+    ),
+    "a wrapper with values for flags": (
+        unit("ExecStart=/opt/run.sh 4", f"{PY} {LAUNCH} --tp 4"),
         "/opt/run.sh",
     ),
     "a wrapper that changes flags": (

@@ -81,6 +81,7 @@ def test_a_value_is_no_flag() -> None:
     )
     assert value_of(["--speculative-adaptive"], "--speculative-adaptive") == ""
     assert value_of(["--tp", "4"], "--speculative-token-map") is None
+    assert value_of(["--speculative-token-map", "- a"], "--speculative-token-map") == "- a"
 
 
 @pytest.mark.parametrize(
@@ -297,6 +298,14 @@ def test_a_server_that_does_not_run_as_its_flags_say(resolved: dict[str, Any]) -
         trials(SpecDecodePlan(), spec(3, 1, 4), FULL.split(), resolved)
 
     assert "--config" in caught.value.remedy
+
+
+def test_the_present_setting_is_never_refused() -> None:
+    current = spec(3, 1, 4, adaptive=False)
+    odd = {**RESOLVED, "mamba_track_interval": 2}
+    found, refused = trials(SpecDecodePlan(settings=[current]), current, FULL.split(), odd)
+
+    assert (names(found), refused) == (["NEXTN 3/1/4", "off"], {})
 
 
 def test_flags_in_a_file_of_their_own_are_noticed() -> None:
