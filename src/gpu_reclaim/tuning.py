@@ -116,12 +116,13 @@ class SpecDecodePlan(BaseModel):
         "and kernel shapes change the last digits, so a few differ without being worse.",
     )
     rounds: int = Field(
-        default=5,
+        default=20,
         ge=2,
         le=20,
         title="Rounds",
-        description="At most so often each setting is started and measured; clearly worse ones "
-        "are dropped earlier.",
+        description="At most so often each setting is started and measured. It ends as soon as "
+        "nothing can change any more: after about 5 where measurements agree to 1 %. Fewer rounds "
+        "never replace a setting wrongly, but miss small gains.",
     )
     requests_per_stream: int = Field(
         default=8,
