@@ -20,7 +20,7 @@ _RESTORE = f"""
 for unit in $added $(ls /run/systemd/transient); do units="$units $unit"; done
 systemctl stop gpu-reclaim-deadman.timer gpu-reclaim-deadman.service
 rm -f /run/gpu-reclaim/hold
-systemctl stop {UNIT} $units
+systemctl stop {UNIT} 'sglang-*.service' $units
 for entry in $added; do rm -rf "/{_SETTINGS}/$entry"; done
 changed=$added
 for entry in /run/systemd/system/* /run/systemd/system.control/*; do

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from lab import record
+from lab.bench_site import guest_mount, install_in_guest
 from lab.devices import PATHS
 from lab.errors import LabError
 from lab.guest_files import AT_BOOT, Identity, write_guest_files
@@ -32,8 +33,9 @@ class Container:
         veth: The host's end of the wire.
     """
 
-    def __init__(self, vmid: int, identity: Identity) -> None:
-        """Names the container; nothing is started."""
+    def __init__(self, vmid: int, identity: Identity, site: Path | None = None) -> None:
+        """Names the container; nothing is started. With a bench_site it gets that too."""
+        self._site = site
         self.vmid = vmid
         self.identity = identity
         self.address = f"10.{vmid}.0.2"
@@ -51,6 +53,8 @@ class Container:
         upper = self._folder / "delta"
         upper.mkdir(parents=True)
         write_guest_files(upper, self.identity)
+        if self._site:
+            install_in_guest(upper, self._site)
         (self._folder / "config").write_text(self._config(root))
         (STATE / f"mem-{self.vmid}").mkdir(parents=True, exist_ok=True)
         _record_groups()
@@ -166,6 +170,8 @@ class Container:
             f"{STATE}/mem-{self.vmid} {state}/mem none bind,create=dir",
             f"/proc {state}/proc none bind,create=dir",
         ]
+        if self._site:
+            entries.append(guest_mount(self._site))
         return [f"lxc.mount.entry = {entry} 0 0" for entry in entries]
 
 

@@ -63,6 +63,7 @@ def write_guest_files(upper: Path, identity: Identity) -> None:
     _install(upper, _FILES / "nvidia_smi.py", "opt/gpu-lab/nvidia_smi.py", 0o755)
     _install(upper, _FILES / "gpu_charges.py", "opt/gpu-lab/gpu_charges.py")
     _install(upper, _FILES / "launch_server.py", "opt/sglang/launch_server.py")
+    _install(upper, _FILES / "sglang_workers.py", "opt/sglang/sglang_workers.py")
     _install(upper, _FILES / "gpu_agent.py", "opt/gpu-agent/gpu_agent.py")
     _link(upper, "usr/bin/nvidia-smi", "/opt/gpu-lab/nvidia_smi.py")
     holder = _compiled_holder()

@@ -11,6 +11,7 @@ from typing import Self
 
 from lab import freezer, gpu_state, record, wire
 from lab.actors import Actors
+from lab.bench_site import bench_site
 from lab.container import Container, stop_containers
 from lab.devices import make_nodes, remove_nodes
 from lab.errors import LabError
@@ -62,9 +63,15 @@ class Lab(Actors):
     node_bin = NODE_BIN
     state = STATE
 
-    def __init__(self) -> None:
-        """Prepares a lab that is not started yet."""
+    def __init__(self, bench: bool = False) -> None:
+        """Prepares a lab that is not started yet.
+
+        Args:
+            bench: Whether its guests get SGLang's benchmark and the server that it can measure.
+        """
         super().__init__()
+        self._bench = bench
+        self._site: Path | None = None
         self.machine_id = uuid.uuid4().hex
         self.node_port = 0
         self._lock: int | None = None
@@ -116,6 +123,7 @@ class Lab(Actors):
     def _start(self) -> None:
         RUN.mkdir(mode=0o755)
         self._root = cached_rootfs()
+        self._site = bench_site() if self._bench else None
         self._keys = {name: make_key(name) for name in ("guest", "node", "client")}
         gpu_state.clear_state()
         make_nodes()
@@ -126,7 +134,7 @@ class Lab(Actors):
 
     def _boot(self, vmid: int, hostname: str, machine_id: str) -> Container:
         identity = Identity(hostname, machine_id, self._keys["guest"], self._keys["client"])
-        container = Container(vmid, identity)
+        container = Container(vmid, identity, self._site)
         container.start(self._root)
         return container
 

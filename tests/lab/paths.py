@@ -9,6 +9,11 @@ SOURCE = Path(__file__).parent
 CACHE = Path(os.environ.get("GPU_RECLAIM_LAB_CACHE", "/var/cache/gpu-reclaim-lab"))
 """Root filesystems, kept between runs."""
 
+_HOME = Path("/var/cache") if os.geteuid() == 0 else Path.home() / ".cache"
+
+PYTHONS = Path(os.environ.get("GPU_RECLAIM_LAB_PYTHONS", _HOME / "gpu-reclaim-lab-python"))
+"""What SGLang's benchmark needs, kept between runs; used without root too."""
+
 RUN = Path(os.environ.get("GPU_RECLAIM_LAB_RUN", "/var/lib/gpu-reclaim-lab"))
 """Everything of the running lab. Not under /run: that is often mounted without device nodes."""
 
