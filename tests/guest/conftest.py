@@ -27,7 +27,7 @@ pytest.register_assert_rewrite("guest.witness")
 @pytest.fixture(scope="package")
 def booted() -> Iterator[Lab]:
     """One lab for all tests here; given back before the tests of another folder start."""
-    with Lab() as lab:
+    with Lab(bench=True) as lab:
         yield lab
 
 
