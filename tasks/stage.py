@@ -145,6 +145,8 @@ def kept(exclusive: Exclusive, session: Session, policy: ReclaimPolicy) -> Itera
         if pulse.end(JOIN_S):
             # What was lost since the last look was not ours to the end.
             try:
+                # Its connection belongs to the thread that has just ended.
+                keeper.close()
                 keeper.beat()
             except HoldRefused as error:
                 lost(error)

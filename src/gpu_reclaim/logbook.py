@@ -92,10 +92,10 @@ def _write(session: Session, place: str, name: str, text: str, *, more: bool = F
     sign = ">>" if more else ">"
     body = (
         f"umask 077; mkdir -p {shlex.quote(place)} && cd {shlex.quote(place)} &&\n"
-        f"printf '%s' {shlex.quote(text)} {sign}{name} && echo done"
+        f"printf '%s' {shlex.quote(text)} {sign}{name} && echo written yes"
     )
     result = session.links.run(Script(f"write {name}", {"book": body}, writes=True))
-    if not result.section("book").text.endswith("done"):
+    if result.section("book").value("written") != "yes":
         raise BadAnswer(
             f"{session.host}: {place}/{name} could not be written",
             remedy="see whether the disk is full there",

@@ -45,7 +45,7 @@ def tuned(lab: Lab, *numbers: int, **changes: Any) -> TuningReport:
 def test_the_best_setting_is_found_applied_and_proven(lab: Lab) -> None:
     """Others die, hang, lie, or are quick and wrong: each is told, and none of them wins."""
     tunings.save(lab)
-    tunings.serve(lab, speed={NOW: 1.0, BEST: 1.15, "off": 0.8, "NEXTN 4/1/5": 1.3})
+    tunings.serve(lab, speed={NOW: 1.0, BEST: 1.6, "off": 0.5, "NEXTN 4/1/5": 3})
     faults = {"NEXTN 3/1/4": "out of memory", "NEXTN 4/1/5": "garbage", "NEXTN 5/1/6": "half fail"}
     lab.smi("faults.json", json.dumps(faults))
     report = tuned(lab, 2, 3, 4, 5)
@@ -59,11 +59,11 @@ def test_the_best_setting_is_found_applied_and_proven(lab: Lab) -> None:
     assert "out of memory at start" in found["NEXTN 3/1/4"].why
     assert found["NEXTN 4/1/5"].state == "rejected"
     assert found["NEXTN 5/1/6"].state == "failed"
-    assert "of 8 requests were answered at 1" in found["NEXTN 5/1/6"].why
-    assert found["off"].state in ("worse", "equal")
+    assert "HTTP 500" in found["NEXTN 5/1/6"].why
+    assert found["off"].state == "worse"
     gain = found[BEST].gain_pct
     assert gain is not None
-    assert 12 < gain < 18
+    assert 45 < gain < 75
     assert [level.accept_length for level in found[BEST].levels] == pytest.approx([2.44] * 2, 0.1)
     words = next(visit.detail for visit in report.visits if visit.arm == "NEXTN 3/1/4")
     assert "OutOfMemoryError" in words
@@ -96,7 +96,7 @@ def test_equal_settings_leave_all_as_it_was(lab: Lab, unit: str) -> None:
 @pytest.mark.exhaustive
 def test_the_arguments_may_be_in_an_environment_file(lab: Lab) -> None:
     tunings.save(lab, ENV)
-    tunings.serve(lab, ENV, speed={NOW: 1.0, BEST: 1.2, "off": 0.7})
+    tunings.serve(lab, ENV, speed={NOW: 1.0, BEST: 1.6, "off": 0.5})
     report = tuned(lab, 2, persist=False)
     assert (report.outcome, report.winner) == ("replaced", BEST)
     assert tunings.asked_for(lab) == WINNER
@@ -118,7 +118,7 @@ def test_every_kind_of_failure_is_an_observation(lab: Lab, monkeypatch: pytest.M
     """A better setting is among them and only told, for that is what was asked for."""
     monkeypatch.setattr(measuring, "ANSWER_S", 5)
     tunings.save(lab)
-    tunings.serve(lab, speed={NOW: 1.0, BEST: 1.2})
+    tunings.serve(lab, speed={NOW: 1.0, BEST: 1.6, "off": 0.5, "NEXTN 8/1/9": 0.5})
     lab.smi("faults.json", json.dumps({arm: fault for arm, (fault, _) in KINDS.items()}))
     report = tuned(lab, *range(2, 9), apply="never", measure_timeout_s=15)
     assert (report.outcome, report.winner) == ("found", BEST)
@@ -138,7 +138,7 @@ def test_a_winner_that_fails_at_its_last_start_is_not_kept(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tunings.save(lab)
-    tunings.serve(lab, speed={NOW: 1.0, BEST: 1.2})
+    tunings.serve(lab, speed={NOW: 1.0, BEST: 1.6, "off": 0.5})
     first = tuned(lab, 2, apply="never")
     assert first.outcome == "found"
     lab.smi("faults.json", json.dumps({BEST: "out of memory"}))
