@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from prefect.client.schemas.objects import StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from gpu_reclaim import measuring
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.flows import spec_decode_retune
 from gpu_reclaim.tuning import ArmResult, TuningReport
 from guest import holds, tunings, units
+from guest.real_prefect import Prefect
+from guest.stepping import Stepping
 from guest.tunings import ENV, NOW, POLICY, TUNED
 from lab.lab import Lab
+from lab.waiting import wait_until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server", "stand_in_devices")]
 
 BEST = "NEXTN 2/1/3"
 WINNER = ("EAGLE", 2, 1, 3)
 PRESENT = ("EAGLE", 1, 1, 2)
+BOOK = "/var/lib/gpu-reclaim-tuning/sglang-tuned.service/*/visits.jsonl"
 FILE = f"/etc/systemd/system/{TUNED}.d/zz-gpu-reclaim.conf"
 
 
@@ -190,3 +197,45 @@ def test_a_unit_edited_since_it_started_is_refused(lab: Lab) -> None:
     with pytest.raises(BadInput):
         spec_decode_retune("llm", tunings.plan(2), POLICY)
     assert holds.is_active(lab, TUNED) == ["active"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("at", "when"),
+    [
+        (f"start {TUNED} on trial", "after"),
+        ("measure at 8", "during"),
+        ("close the trial", "after"),
+        (f"keep the setting of {TUNED}", "after"),
+    ],
+)
+def test_a_killed_run_is_put_back_and_the_next_one_goes_on(
+    lab: Lab, prefect: Prefect, tmp_path: Path, at: str, when: Literal["during", "after"]
+) -> None:
+    """Killed once the winner is kept, that is what is put back."""
+    with temporary_settings({PREFECT_API_URL: prefect.url}):
+        tunings.save(lab)
+    tunings.serve(lab, speed={NOW: 1.0, BEST: 1.6, "off": 0.5})
+    deployment = prefect.deploy("gpu_reclaim.flows.spec_decode.spec_decode_retune")
+    asked = {
+        "server": "llm",
+        "plan": tunings.plan(2).model_dump(mode="json"),
+        "policy": holds.QUICK,
+    }
+    steps = Stepping(tmp_path / "steps", at=at, when=when)
+    run = prefect.submit(deployment, asked, steps.env)
+    assert prefect.wait(run, timeout=400).type == StateType.CRASHED
+    assert steps.names[-1] == at
+    wait_until("it is back", lambda: holds.traces(lab) == [], 60)
+    tunings.wait_served(lab)
+    kept = at.startswith("keep")
+    assert tunings.asked_for(lab) == (WINNER if kept else PRESENT)
+    assert tunings.drop_ins(lab) == ([FILE] if kept else [])
+    again = Stepping(tmp_path / "again")
+    run = prefect.submit(deployment, asked, again.env)
+    assert prefect.wait(run, timeout=400).type == StateType.COMPLETED
+    # What was on record is not measured again.
+    first = f'"arm":"{NOW}","round":1,'
+    assert lab.do(f"cat {BOOK} | grep -cF '{first}'") == "1\n"
+    assert tunings.asked_for(lab) == WINNER
+    assert holds.traces(lab) == []
