@@ -95,7 +95,7 @@ def _write(session: Session, place: str, name: str, text: str, *, more: bool = F
         f"printf '%s' {shlex.quote(text)} {sign}{name} && echo done"
     )
     result = session.links.run(Script(f"write {name}", {"book": body}, writes=True))
-    if not result.section("book").text.endswith("done"):
+    if result.section("book").text.strip() != "done":
         raise BadAnswer(
             f"{session.host}: {place}/{name} could not be written",
             remedy="see whether the disk is full there",
