@@ -161,6 +161,12 @@ def test_a_second_run_of_that_name_starts_anew(client: Client, load: Load) -> No
     assert len((Path(load.folder) / f"{load.name}.jsonl").read_text().splitlines()) == 1
 
 
+def test_the_last_line_is_the_record(client: Client, load: Load) -> None:
+    ran = client.run(load, f"a warning\n{json.dumps(RECORD)}")
+
+    assert ran.record == RECORD
+
+
 def test_what_an_earlier_run_wrote_is_not_taken_for_this_ones(client: Client, load: Load) -> None:
     client.run(load)
     (client.home / "record").unlink()
