@@ -7,11 +7,13 @@ asked by `--help`: newer releases call it `sglang.benchmark.serving`.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
+import sys
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from gpu_reclaim.commands import Section
 from gpu_reclaim.restoring import STAGE_COMMAND
@@ -190,18 +192,21 @@ def measurement(ran: Run, load: Load) -> Measurement | None:
     found = {ours: _number(ran.record.get(theirs)) for ours, theirs in numbers.items()}
     if any(value is None for value in found.values()):
         return None
-    return Measurement.model_validate(
-        {
-            **found,
-            "level": load.level,
-            "requests": load.requests,
-            "accept_length": _number(ran.record.get("accept_length")),
-            "at": ran.at,
-        }
-    )
+    values = {
+        **found,
+        "level": load.level,
+        "requests": load.requests,
+        "accept_length": _number(ran.record.get("accept_length")),
+        "at": ran.at,
+    }
+    try:
+        return Measurement.model_validate(values)
+    except ValidationError:  # `completed` is no whole number
+        return None
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value
+    # An integer may be beyond any float.
+    return value if -sys.float_info.max <= value <= sys.float_info.max else None

@@ -54,7 +54,8 @@ def server_info(session: Session, server: Server) -> dict[str, object]:
     """The server's resolved arguments and state, as /server_info has them; empty where none."""
     for path in INFO:
         answer = _ask(session, server, "ask for its arguments", [Ask(path, timeout_s=INFO_S)])[0]
-        if answer.json():
+        # An error may be an object too: FastAPI's `{"detail": "Not Found"}`.
+        if answer.code == sglang.OK and answer.json():
             return answer.json()
     return {}
 

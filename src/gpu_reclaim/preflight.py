@@ -16,7 +16,7 @@ from gpu_reclaim.execstart import locate
 from gpu_reclaim.lease import TUNED_FILE
 from gpu_reclaim.prompts import look_at_prompts
 from gpu_reclaim.servercommand import ServerCommand, drop_in
-from gpu_reclaim.serving import Server
+from gpu_reclaim.serving import Server, no_interpreter
 from gpu_reclaim.session import Session, look
 from gpu_reclaim.spectrials import trials
 from gpu_reclaim.speculation import read_flags, with_setting
@@ -138,6 +138,7 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
 
     Raises:
         BadInput: Something speaks against tuning; the message says what.
+        BadAnswer: The server's interpreter cannot be run, or systemd does not show the unit.
         TransportError: As `Transport.run`.
     """
     if server.unit not in session.units:
@@ -165,7 +166,8 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
             {
                 "flags": with_setting(
                     command.flags,
-                    SpecSetting(off=True),
+                    # Not off: that would leave out the draft model too.
+                    SpecSetting(algorithm="NEXTN"),
                     current_algorithm="",
                     max_running_requests=running,
                 )
@@ -197,8 +199,11 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
 def _serving(session: Session, server: Server) -> Mapping[str, Any]:
     text = sglang.ask_health(server.python, server.base_url)
     script = Script("ask for health", {"health": text}, timeout_s=sglang.ANSWER_S + 10)
-    health = sglang.parse_health(session.links.run(script).section("health"))
-    if health is None or health.code != sglang.OK:
+    result = session.links.run(script)
+    health = sglang.parse_health(result.section("health"))
+    if health is None:
+        raise no_interpreter(session, server, result)
+    if health.code != sglang.OK:
         raise BadInput(
             f"{session.host}: {server.unit} does not serve at {server.base_url}: {health}",
             remedy="what it runs with now is what others are compared with, so let it serve first; "

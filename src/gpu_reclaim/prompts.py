@@ -6,7 +6,7 @@ import shlex
 
 from gpu_reclaim.commands import Script, printable
 from gpu_reclaim.errors import BadInput
-from gpu_reclaim.serving import Server
+from gpu_reclaim.serving import Server, no_interpreter
 from gpu_reclaim.session import Session
 
 _COUNT = """
@@ -19,9 +19,15 @@ try:
     except ValueError:
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     talks = [row.get("conversations", row.get("conversation", [])) for row in rows]
-    print("prompts", sum(len(talk) >= 2 for talk in talks))
-except (OSError, ValueError, AttributeError, TypeError) as error:
-    print("why", str(error).split(chr(10))[0])
+    heads = [talk[:2] for talk in talks if len(talk) >= 2]
+    texts = [turn.get("content", turn.get("value")) for head in heads for turn in head]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    print("prompts", len(heads))
+except (AttributeError, LookupError, TypeError):
+    print("why it is no list of conversations")
+except Exception as error:
+    print("why", (str(error) or type(error).__name__).split(chr(10))[0])
 """
 
 
@@ -33,6 +39,7 @@ def look_at_prompts(session: Session, server: Server, needed: int) -> str:
 
     Raises:
         BadInput: There are not.
+        BadAnswer: The server's interpreter cannot be run on the host.
         TransportError: As `Transport.run`.
     """
     if not server.dataset_path:
@@ -44,12 +51,15 @@ def look_at_prompts(session: Session, server: Server, needed: int) -> str:
     path = shlex.quote(server.dataset_path)
     body = f"cksum {path} | sed 's/^/sum /'\n"
     body += f"{shlex.quote(server.python)} - {path} <<'@gr-python'{_COUNT}@gr-python\n"
-    section = session.links.run(Script("look at the prompts", {"prompts": body})).section("prompts")
-    count = section.value("prompts")
+    result = session.links.run(Script("look at the prompts", {"prompts": body}))
+    section = result.section("prompts")
+    count, why = section.value("prompts"), section.value("why")
+    if not count and not why:
+        raise no_interpreter(session, server, result)
     if not count.isdigit():
         raise BadInput(
             f"{session.host}: {server.dataset_path} cannot be read as {server.dataset_name}: "
-            f"{printable(section.value('why'))}",
+            f"{printable(why)}",
             remedy="correct dataset_path in the LlmServer block",
         )
     if int(count) < needed:

@@ -24,12 +24,22 @@ SAY_S = 60
 JOURNAL_LINES = 40
 """Last lines of a failed server that are read."""
 
+LONGEST_LINE = 400
+"""So many characters of each are kept."""
+
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|[Nn]ot enough memory|"
     r"out of GPU memory|cudaErrorMemoryAllocation"
 )
 """What torch, CUDA and SGLang ("Not enough memory. Please try to increase --mem-fraction-static")
 say."""
+
+SILENT = "its interpreter gave no answer"
+"""What is said where not even an error came back."""
+
+_SECRET = re.compile(
+    r"((?:api_key|keyfile_password)=)('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,\s)]+)"
+)
 
 _ERROR = re.compile(r"^\s*([A-Za-z_.]*(Error|Exception|AssertionError)\b.*)$")
 
@@ -130,9 +140,9 @@ def wait_ready(session: Session, server: Server) -> float | Failure:
             return took
         if took > server.ready_s:
             words = last_words(session, server)
-            return Failure(f"it did not serve within {took:.0f} s: {health}", words)
+            return Failure(f"it did not serve within {took:.0f} s: {health or SILENT}", words)
         if session.clock() - said > SAY_S:
-            log.info("%s: %s does not serve yet: %s", session.host, server.unit, health)
+            log.info("%s: %s does not serve yet: %s", session.host, server.unit, health or SILENT)
             said = session.clock()
         session.sleep(POLL_S)
 
@@ -171,7 +181,9 @@ def last_words(session: Session, server: Server) -> str:
     text = trying.journal(server.unit, JOURNAL_LINES, places=session.places)
     result = session.links.run(Script("read its journal", {"journal": text}))
     lines = result.section("journal").lines("journal")
-    return printable(without(lines, [server.api_key]), newlines=True, limit=6000)
+    shown = without(lines, [server.api_key]).split("\n")
+    # SGLang's line with all its arguments alone has some 8000 characters; errors come last.
+    return "\n".join(printable(line, limit=LONGEST_LINE) for line in shown)
 
 
 def without(lines: Sequence[str], secrets: Sequence[str]) -> str:
@@ -180,4 +192,4 @@ def without(lines: Sequence[str], secrets: Sequence[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "***") if secret else text
     # SGLang prints all its arguments at start.
-    return re.sub(r"(api_key=)('[^']*'|\"[^\"]*\"|[^,\s)]+)", r"\1***", text)
+    return _SECRET.sub(r"\1***", text)

@@ -122,7 +122,7 @@ class SpecDecodePlan(BaseModel):
         title="Rounds",
         description="At most so often each setting is started and measured. It ends as soon as "
         "nothing can change any more: after about 5 where measurements agree to 1 %. Fewer rounds "
-        "never replace a setting wrongly, but miss small gains.",
+        "ask for clearer gains, and so miss small ones.",
     )
     requests_per_stream: int = Field(
         default=8,

@@ -1,7 +1,10 @@
 """What is measured next, and which setting is used."""
 
+from __future__ import annotations
+
 import math
 import random
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -10,48 +13,42 @@ from hypothesis import strategies as st
 from gpu_reclaim.comparing import needed_z, problem, t_of_z, z_of_t
 from gpu_reclaim.deciding import next_visit, replay
 from gpu_reclaim.standings import decision, results
-from gpu_reclaim.tuning import Measurement, SpecDecodePlan, Visit
+from gpu_reclaim.tuning import SpecDecodePlan, Visit
+from unit.tuned import row, visit
+
+Answer = Callable[[str, int], Visit]
+"""The visit of a setting in a round."""
 
 ARMS = ["present", "off", "two"]
 PLAN = SpecDecodePlan(levels=[1, 16], rounds=6)
 
 
-def row(level, speed, **more):
-    given = {"requests": 16, "completed": 16, "seconds": 10, "ttft_ms": 100, "ttft_p99_ms": 300,
-             "tpot_ms": 10, "tpot_p99_ms": 20}  # fmt: skip
-    return Measurement(**{**given, **more, "level": level, "output_tok_s": speed})
-
-
-def visit(arm, turn, *speeds, differing=0.0, failure="", **more):
-    speeds = speeds or (100, 1000)
-    rows = [row(level, speed, **more) for level, speed in zip([1, 16], speeds, strict=True)]
-    return Visit(arm=arm, round=turn, levels=rows, differing_pct=differing, failure=failure)
-
-
-def play(answer, arms=ARMS, plan=PLAN):
+def play(answer: Answer, arms: Sequence[str] = ARMS, plan: SpecDecodePlan = PLAN) -> list[Visit]:
     """A whole tuning; answer(arm, round) is the visit."""
-    visits = []
+    visits: list[Visit] = []
     while at := next_visit(arms, visits, plan):
         visits.append(answer(*at))
         assert len(visits) <= plan.rounds * (len(arms) + 1)
     return visits
 
 
-def noisy(gains, sigma, seed):
+def noisy(gains: Mapping[str, float], sigma: float, seed: int) -> Answer:
     dice = random.Random(seed)
 
-    def answer(arm, turn):
+    def answer(arm: str, turn: int) -> Visit:
         factor = math.exp(math.log1p(gains.get(arm, 0) / 100) + dice.gauss(0, sigma))
         return visit(arm, turn, 100 * factor, 1000 * factor)
 
     return answer
 
 
-def states(visits, plan=PLAN, arms=ARMS):
+def states(
+    visits: Sequence[Visit], plan: SpecDecodePlan = PLAN, arms: Sequence[str] = ARMS
+) -> dict[str, str]:
     return {one.arm: one.state for one in results(arms, visits, plan)}
 
 
-def test_a_round_goes_there_and_the_next_one_back():
+def test_a_round_goes_there_and_the_next_one_back() -> None:
     plan = PLAN.model_copy(update={"rounds": 2})
     visits = [visit(arm, 1) for arm in ARMS]
     assert next_visit(ARMS, [], plan) == ("present", 1)
@@ -59,55 +56,55 @@ def test_a_round_goes_there_and_the_next_one_back():
     assert next_visit(ARMS, visits, plan) == ("two", 2)
 
 
-def test_equal_settings_change_nothing():
+def test_equal_settings_change_nothing() -> None:
     visits = play(noisy({}, 0.005, 1))
     found = decision(ARMS, visits, PLAN)
     assert (found.arm, found.final) == ("present", True)
     assert "winner" not in states(visits).values()
 
 
-def test_a_clear_winner_wins_early():
+def test_a_clear_winner_wins_early() -> None:
     visits = play(noisy({"two": 40}, 0.005, 1))
     assert decision(ARMS, visits, PLAN).arm == "two"
     assert states(visits)["two"] == "winner"
     assert max(one.round for one in visits) < PLAN.rounds
 
 
-def test_two_equal_winners_the_earlier_one():
+def test_two_equal_winners_the_earlier_one() -> None:
     visits = play(noisy({"off": 30, "two": 30}, 0.005, 1))
     assert decision(ARMS, visits, PLAN).arm == "off"
     assert states(visits)["two"] == "equal"
 
 
-def test_the_better_of_two_winners():
+def test_the_better_of_two_winners() -> None:
     visits = play(noisy({"off": 30, "two": 60}, 0.005, 1))
     assert decision(ARMS, visits, PLAN).arm == "two"
     assert states(visits)["off"] == "worse"
 
 
-def test_a_gain_below_the_least_one_is_none():
+def test_a_gain_below_the_least_one_is_none() -> None:
     plan = SpecDecodePlan(levels=[1, 16], rounds=12, min_gain_pct=10)
     assert decision(ARMS, play(noisy({"two": 7}, 0.002, 1), plan=plan), plan).arm == "present"
     plan = plan.model_copy(update={"min_gain_pct": 2})
     assert decision(ARMS, play(noisy({"two": 7}, 0.002, 1), plan=plan), plan).arm == "two"
 
 
-def test_just_below_the_least_gain_is_not_enough_however_sure():
+def test_just_below_the_least_gain_is_not_enough_however_sure() -> None:
     plan = SpecDecodePlan(levels=[1, 16], rounds=12, min_gain_pct=10)
     visits = play(lambda arm, turn: visit(
         arm, turn, *((109.5, 1095) if arm == "two" else (100, 1000))), plan=plan)  # fmt: skip
     assert decision(ARMS, visits, plan).arm == "present"
 
 
-def test_far_worse_is_dropped_after_one_round():
+def test_far_worse_is_dropped_after_one_round() -> None:
     visits = [visit("present", 1), visit("off", 1, 70, 700), visit("two", 1, 90, 900)]
     race = replay(ARMS, visits, PLAN)
     assert race.out["off"].reason == "worse"
     assert "two" not in race.out
 
 
-def test_a_loss_at_one_concurrency_is_not_allowed():
-    def answer(arm, turn):
+def test_a_loss_at_one_concurrency_is_not_allowed() -> None:
+    def answer(arm: str, turn: int) -> Visit:
         wobble = 1 + 0.001 * turn
         speeds = (200 * wobble, 950) if arm == "two" else (100 * wobble, 1000)
         return visit(arm, turn, *speeds)
@@ -121,14 +118,14 @@ def test_a_loss_at_one_concurrency_is_not_allowed():
     ("limits", "state"),
     [({"max_ttft_ms": 299}, "rejected"), ({"max_tpot_ms": 19}, "rejected"), ({}, "winner")],
 )
-def test_latency_limits(limits, state):
+def test_latency_limits(limits: dict[str, float], state: str) -> None:
     plan = PLAN.model_copy(update=limits)
     visits = play(noisy({"two": 40}, 0.005, 1), plan=plan)
     assert states(visits, plan)["two"] == state
 
 
 @pytest.mark.parametrize("differing", [10.5, 100, math.nan, -1])
-def test_wrong_outputs_end_it_at_once(differing):
+def test_wrong_outputs_end_it_at_once(differing: float) -> None:
     visits = play(lambda arm, turn: visit(
         arm, turn, *((900, 9000) if arm == "two" else (100, 1000)),
         differing=differing if arm == "two" else 0))  # fmt: skip
@@ -136,14 +133,14 @@ def test_wrong_outputs_end_it_at_once(differing):
     assert sum(one.arm == "two" for one in visits) == 1
 
 
-def test_outputs_that_were_never_compared_do_not_win():
+def test_outputs_that_were_never_compared_do_not_win() -> None:
     visits = play(lambda arm, turn: visit(
         arm, turn, *((900, 9000) if arm == "two" else (100, 1000)), differing=None))  # fmt: skip
     assert decision(ARMS, visits, PLAN).arm == "present"
     assert "not compared" in results(ARMS, visits, PLAN)[2].why
 
 
-def test_a_failure_ends_an_arm_and_is_named():
+def test_a_failure_ends_an_arm_and_is_named() -> None:
     visits = [visit("present", 1), visit("off", 1, failure="out of memory at start")]
     assert next_visit(ARMS, visits, PLAN) == ("two", 1)
     found = results(ARMS, visits, PLAN)[1]
@@ -151,7 +148,7 @@ def test_a_failure_ends_an_arm_and_is_named():
     assert "out of memory at start" in found.why
 
 
-def test_the_present_setting_gets_a_second_try():
+def test_the_present_setting_gets_a_second_try() -> None:
     failed = visit("present", 1, failure="no answer")
     assert next_visit(ARMS, [failed], PLAN) == ("present", 1)
     assert next_visit(ARMS, [failed, visit("present", 1)], PLAN) == ("off", 1)
@@ -177,21 +174,21 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_cannot_be_counted_is_a_failure(bad):
+def test_what_cannot_be_counted_is_a_failure(bad: Visit) -> None:
     visits = play(lambda arm, turn: bad if arm == "two" else visit(arm, turn))
     assert problem(bad, PLAN)
     assert states(visits)["two"] == "failed"
     assert decision(ARMS, visits, PLAN).arm == "present"
 
 
-def test_nothing_to_compare():
+def test_nothing_to_compare() -> None:
     assert next_visit([], [], PLAN) is None
     assert results([], [], PLAN) == []
     assert next_visit(["present"], [], PLAN) is None
     assert decision(["present"], [], PLAN).arm == "present"
 
 
-def test_tables_have_medians_and_changes():
+def test_tables_have_medians_and_changes() -> None:
     visits = [visit("present", 1, 100, 1000), visit("off", 1, 110, 1000), visit("two", 1)]
     found = results(ARMS, visits, PLAN)[1]
     assert found.levels[0].output_tok_s == 110
@@ -200,13 +197,13 @@ def test_tables_have_medians_and_changes():
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(4, 8.610), (8, 5.041), (16, 4.015)])
-def test_student_as_in_tables(freedom, t):
+def test_student_as_in_tables(freedom: int, t: float) -> None:
     """Tables: one-sided 0.0005, z 3.2905."""
     assert z_of_t(t, freedom) == pytest.approx(3.2905, abs=0.06)
     assert t_of_z(z_of_t(t, freedom), freedom) == pytest.approx(t)
 
 
-def test_the_boundary_holds_over_all_looks():
+def test_the_boundary_holds_over_all_looks() -> None:
     dice, crossed, runs = random.Random(5), 0, 4000
     for _ in range(runs):
         total = 0.0
@@ -234,7 +231,7 @@ any_visit = st.builds(
 
 @given(st.lists(any_visit, max_size=30))
 @settings(max_examples=150, deadline=None)
-def test_any_history_has_an_answer(visits):
+def test_any_history_has_an_answer(visits: list[Visit]) -> None:
     next_visit(ARMS, visits, PLAN)
     found = decision(ARMS, visits, PLAN)
     rows = results(ARMS, visits, PLAN)
@@ -242,6 +239,7 @@ def test_any_history_has_an_answer(visits):
     assert winners == ([] if found.arm == "present" else [found.arm])
     for one in rows:
         if one.state == "winner":
+            assert one.gain_pct is not None
             assert (
                 one.gain_pct >= PLAN.min_gain_pct - 1e-9
                 or one.rounds > replay(ARMS, visits, PLAN).rounds
@@ -250,7 +248,9 @@ def test_any_history_has_an_answer(visits):
 
 @given(st.integers(0, 10**6), st.sampled_from([0, 5, 30]), st.sampled_from([0.002, 0.02, 0.1]))
 @settings(max_examples=60, deadline=None)
-def test_resume_and_order_within_a_round_do_not_matter(seed, gain, sigma):
+def test_resume_and_order_within_a_round_do_not_matter(
+    seed: int, gain: float, sigma: float
+) -> None:
     visits = play(noisy({"two": gain}, sigma, seed))
     for cut in range(len(visits)):
         following = next_visit(ARMS, visits[:cut], PLAN)
@@ -261,7 +261,7 @@ def test_resume_and_order_within_a_round_do_not_matter(seed, gain, sigma):
     assert states(mixed) == states(visits)
 
 
-def test_equal_settings_are_seldom_replaced():
+def test_equal_settings_are_seldom_replaced() -> None:
     """1 in 100 allowed; 6 of 150 would be seen once in 300 times by chance."""
     plan = SpecDecodePlan(levels=[1, 16], rounds=5)
     wrong = sum(
