@@ -38,7 +38,8 @@ class PretendServer(PretendHost):
         flags: What the server runs with now.
         trial: The unit is on trial.
         kept: The drop-in of a winner, by its folder.
-        after: What /server_info says otherwise once the server was put back.
+        said: What /server_info says otherwise.
+        after: The same, once the server was put back.
         conversations: In the file of prompts.
         book: The files of the logbook, by path.
         visits: The settings in the order of their starts.

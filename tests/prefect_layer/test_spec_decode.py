@@ -270,7 +270,7 @@ def test_the_present_setting_that_fails_twice_leaves_all_as_it_was(
 
 
 def test_a_plan_touches_nothing_and_shows_what_would_be_tried(pretend: PretendServer) -> None:
-    report = tune(2, 70 - 6, mode="plan")
+    report = tune(2, 64, mode="plan")
 
     assert (report.outcome, report.visits, pretend.wrote) == ("planned", [], [])
     assert report.estimated_minutes > 0
