@@ -17,6 +17,7 @@ from gpu_reclaim.tasks.tuning import (
     measure_setting,
     prove_in_force,
     read_logbook,
+    set_aside_logbook,
 )
 from gpu_reclaim.tasks.tuning_pages import show_trials, show_tuning
 from gpu_reclaim.tasks.tuning_progress import Progress
@@ -49,7 +50,7 @@ def spec_decode_retune(
 
     Args:
         server: Name of the LlmServer block document.
-        plan: What is tried, how it is measured, and what counts as better.
+        plan: What is tried, how it is measured, and when one setting replaces another.
         policy: As for `reclaim_gpus`.
 
     Returns:
@@ -84,6 +85,8 @@ def _tune(tuning: Tuning) -> TuningReport:
     not_kept, applied = "", False
     if tuning.turn is not None or (tuning.winner != current and plan.apply == "if_better"):
         with exclusive_gpus(host, tuning.policy, server=tuning.server):
+            if plan.fresh:
+                set_aside_logbook(host, tuning.before)
             free = _measure(tuning)
             if tuning.winner != current and plan.apply == "if_better":
                 _free(tuning, free=free)

@@ -59,6 +59,7 @@ def put_back_after(host: str = "") -> FlowStateHook[..., Any]:
             log.info("%s", report)
             free_slot_of(session.host, str(flow_run.id))
         except (GpuReclaimError, HTTPError) as error:
-            log.error("%s: not put back by this hook; the host does so by itself: %s", name, error)
+            of = name or server or "the host"
+            log.error("%s: not put back by this hook; the host does so by itself: %s", of, error)
 
     return put_back_what_it_stopped

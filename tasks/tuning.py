@@ -49,6 +49,22 @@ def read_logbook(host: str, before: Preflight) -> tuple[list[Visit], list[str]]:
         return logbook.read(session, before.place)
 
 
+@ops_task("set_aside_logbook")
+def set_aside_logbook(host: str, before: Preflight) -> None:
+    """What earlier runs have measured does not count any more, in later runs neither.
+
+    Args:
+        host: Name of the GpuHost block; it is held.
+        before: From `look_before_tuning`.
+
+    Raises:
+        BadAnswer: The record could not be moved.
+        TransportError: The host could not be reached.
+    """
+    with open_host(host) as session:
+        logbook.set_aside(session, before.place)
+
+
 @ops_task("measure_setting")
 def measure_setting(
     host: str,

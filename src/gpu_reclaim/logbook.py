@@ -88,16 +88,35 @@ def add(session: Session, place: str, visit: Visit) -> None:
     _write(session, place, "visits.jsonl", f"\n{visit.model_dump_json()}\n", more=True)
 
 
+def set_aside(session: Session, place: str) -> None:
+    """Begin an empty record; the old one stays beside it, under the time of now.
+
+    Raises:
+        BadAnswer: It could not be moved.
+        TransportError: As `Transport.run`.
+    """
+    body = (
+        f"[ -e {shlex.quote(place)} ] || {{ echo written yes; exit 0; }}\n"
+        f"cd {shlex.quote(place)} && rm -f answers.json && {{ [ ! -e visits.jsonl ] ||\n"
+        '  mv visits.jsonl "visits-$(date +%Y%m%d-%H%M%S).jsonl"; } && echo written yes'
+    )
+    _change(session, "set the logbook aside", body, place)
+
+
 def _write(session: Session, place: str, name: str, text: str, *, more: bool = False) -> None:
     sign = ">>" if more else ">"
     body = (
         f"umask 077; mkdir -p {shlex.quote(place)} && cd {shlex.quote(place)} &&\n"
         f"printf '%s' {shlex.quote(text)} {sign}{name} && echo written yes"
     )
-    result = session.links.run(Script(f"write {name}", {"book": body}, writes=True))
+    _change(session, f"write {name}", body, f"{place}/{name}")
+
+
+def _change(session: Session, what: str, body: str, path: str) -> None:
+    result = session.links.run(Script(what, {"book": body}, writes=True))
     if result.section("book").value("written") != "yes":
         raise BadAnswer(
-            f"{session.host}: {place}/{name} could not be written",
+            f"{session.host}: {path} could not be written",
             remedy="see whether the disk is full there",
             result=result,
         )

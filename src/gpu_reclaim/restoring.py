@@ -15,6 +15,11 @@ What is on a host while it is held:
     /run/systemd/system/UNIT.d/zzz-gpu-reclaim-trial.conf
     /var/lib/gpu-reclaim/record  what to put back; survives a restart of the host
 
+What a tuning leaves on purpose, and nothing here takes away:
+
+    /etc/systemd/system/UNIT.d/zz-gpu-reclaim.conf   a winner's flags (or /run, until a reboot)
+    /var/lib/gpu-reclaim-tuning/UNIT/KEY/            what was measured
+
 A unit is started without its dependencies (`--job-mode=ignore-dependencies`): exactly what was
 stopped comes back, and nothing that was down before. The order of the record stands in for
 systemd's own.

@@ -96,7 +96,9 @@ def visit(
 
 
 def _failure(session: Session, before: Preflight, why: str) -> Failure:
-    return Failure(why, trial.last_words(session, before.server))
+    # What a benchmark says when it fails may be a request, key and all.
+    blotted = trial.without([why], [before.server.api_key])
+    return Failure(blotted, trial.last_words(session, before.server))
 
 
 def _failed(turn: tuple[str, int], failure: Failure, ready_s: float = 0) -> Visit:

@@ -25,10 +25,8 @@ def server() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendHost:
-    """The host that the name "pretend" leads to."""
-    host = serving()
+def put_behind_every_name(host: PretendHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever GpuHost block is loaded leads to that host."""
 
     class Block:
         def session(self, name: str, *, via: str = "auto") -> Session:
@@ -36,6 +34,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendHost:
 
     for module in (host_tasks, restoring, stage):
         monkeypatch.setattr(module, "load_host", lambda name: Block())
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendHost:
+    """The host that the name "pretend" leads to."""
+    host = serving()
+    put_behind_every_name(host, monkeypatch)
     return host
 
 

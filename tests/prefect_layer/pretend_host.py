@@ -188,15 +188,17 @@ class PretendHost:
         return "\n".join(lines)
 
 
+def daemon() -> Holder:
+    """The driver's own, which is spared."""
+    name = "nvidia-persistenced"
+    return Holder(7, name, 0, 0, f"/usr/bin/{name}", f"{name}.service")
+
+
+def workers() -> list[Holder]:
+    """A server's, on both GPUs."""
+    return [Holder(100 + gpu, f"sglang::scheduler_TP{gpu}", gpu, 40_000) for gpu in range(2)]
+
+
 def serving() -> PretendHost:
     """A host whose server holds both GPUs, beside a persistence daemon."""
-    daemon = Holder(
-        7,
-        "nvidia-persistenced",
-        0,
-        0,
-        "/usr/bin/nvidia-persistenced",
-        "nvidia-persistenced.service",
-    )
-    workers = [Holder(100 + gpu, f"sglang::scheduler_TP{gpu}", gpu, 40_000) for gpu in range(2)]
-    return PretendHost([daemon, *workers])
+    return PretendHost([daemon(), *workers()])
