@@ -32,7 +32,8 @@ DRIFT_VISITS = 60
 class Case:
     """Made-up servers: true gains in percent, noise as standard deviations of logarithms.
 
-    The percent in a name is the noise of a visit's score, whatever it is made of.
+    The percent in a name is the noise of one measurement: one concurrency of one visit. What a
+    visit's measurements share (a warm GPU, another start) does not average out among them.
     """
 
     name: str
@@ -63,12 +64,12 @@ def cases() -> list[Case]:
     found = []
     for percent in (1, 2, 3):
         sigma = percent / 100
-        # Half of the score's variance; the mean of four concurrencies halves their own noise.
+        # Of the variance.
         half = sigma / math.sqrt(2)
         kinds = {
-            "visit": Case("", "", shared=sigma),
-            "both": Case("", "", shared=half, each=2 * half),
-            "both+drift": Case("", "", shared=half, each=2 * half, drift=0.05),
+            "all shared": Case("", "", shared=sigma),
+            "half shared": Case("", "", shared=half, each=half),
+            "half shared, drift": Case("", "", shared=half, each=half, drift=0.05),
         }
         for kind, case in kinds.items():
             name = f"{percent} % {kind}"
@@ -80,7 +81,7 @@ def cases() -> list[Case]:
                     case, name=f"{name}, last -2 s.d.", right="present", gains=(0, 0, 0, 0, worse)
                 ),
             ]
-        base = kinds["visit"]
+        base = kinds["all shared"]
         found += [
             replace(base, name=f"{percent} % unsteady, equal", right="present", unsteady=3),
             replace(base, name=f"{percent} % disturbed, equal", right="present", disturbed=0.05),
@@ -177,7 +178,7 @@ def row(case: Case, tally: Tally, minutes: float) -> str:
     mean = tally.visits / n
     hours = mean * minutes / 60
     return (
-        f"{case.name:28} {verdict}  rounds {tally.rounds / n:5.1f}  visits {mean:5.1f} "
+        f"{case.name:34} {verdict}  rounds {tally.rounds / n:5.1f}  visits {mean:5.1f} "
         f"(most {tally.most:3})  last arm {tally.last_arm / n:5.1f}  hours {hours:5.1f}"
     )
 

@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 """Pause between two looks at a server that loads, in seconds."""
 
+BEGIN_S = 5.0
+"""So long after it was told to start a unit may still be shown as inactive, in seconds: systemd
+has queued the start, and is not waited for."""
+
 SAY_S = 60
 """How often the log says that we still wait, in seconds."""
 
@@ -136,7 +140,8 @@ def wait_ready(session: Session, server: Server) -> float | Failure:
             session.links.close()
             session.sleep(POLL_S)
             continue
-        if state.get("ActiveState") in ("failed", "inactive", "deactivating"):
+        ended = ("failed",) if took < BEGIN_S else ("failed", "inactive", "deactivating")
+        if state.get("ActiveState") in ended:
             return _died(session, server, state)
         if health is not None and health.code == sglang.OK and state.get("ActiveState") == "active":
             return took

@@ -116,9 +116,9 @@ class SpecDecodePlan(BaseModel):
         "and kernel shapes change the last digits, so a few differ without being worse.",
     )
     rounds: int = Field(
-        default=20,
+        default=24,
         ge=2,
-        le=20,
+        le=100,
         title="Rounds",
         description="At most so often each setting is started and measured. It ends as soon as "
         "nothing can change any more: after about 5 where measurements agree to 1 %. Fewer rounds "

@@ -41,6 +41,7 @@ def plan(*numbers: int, **changes: Any) -> SpecDecodePlan:
         "levels": [1, 8],
         "requests_per_stream": 2,
         "least_requests": 8,
+        "rounds": 4,
         "measure_timeout_s": 60,
     }
     return SpecDecodePlan(**(values | changes))

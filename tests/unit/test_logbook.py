@@ -124,7 +124,7 @@ def test_a_full_disk_is_told(session: Session, place: str) -> None:
 
 
 def test_reading_changes_nothing_and_writing_is_never_repeated_blindly() -> None:
-    told = {"read the logbook": {"book": ""}, "write visits.jsonl": {"book": "done"}}
+    told = {"read the logbook": {"book": ""}, "write visits.jsonl": {"book": "written yes"}}
     made = scene(TunedHost(told={**told}))
     logbook.read(made.session, "/x")
     logbook.add(made.session, "/x", visit("off", 1))

@@ -33,6 +33,14 @@ def waited(*looks: Answer, words: Answer | None = None) -> tuple[Scene, float | 
     return made, wait_ready(made.session, SERVER)
 
 
+@pytest.mark.parametrize("state", ["inactive", "deactivating"])
+def test_a_start_that_is_only_queued_is_no_end(state: str) -> None:
+    made, found = waited(looked({"ActiveState": state}, (0, "Connection refused")), UP)
+
+    assert found == trial.POLL_S
+    assert made.clock.sleeps == [trial.POLL_S]
+
+
 def test_it_is_waited_for_until_it_serves() -> None:
     made, ready = waited(STARTING, SILENT, LOADING, UP)
 
@@ -79,7 +87,7 @@ def test_the_log_says_now_and_then_that_we_wait(caplog: pytest.LogCaptureFixture
 
 def died(state: Mapping[str, str], *lines: str) -> Failure:
     made, found = waited(LOADING, looked(state, (0, "refused")), words=journal(*lines))
-    assert made.clock.sleeps == [trial.POLL_S]
+    assert sum(made.clock.sleeps) <= trial.BEGIN_S + trial.POLL_S
     assert isinstance(found, Failure)
     return found
 
@@ -249,8 +257,9 @@ def test_the_session_knows_what_is_on_trial() -> None:
         ACTS[start](made.session)
     assert made.session.on_trial == {UNIT}
 
+    # What is kept runs on: its server is no more of an intruder than before.
     ACTS[keep](made.session)
-    assert made.session.on_trial == set()
+    assert made.session.on_trial == {UNIT}
 
 
 @pytest.mark.parametrize(("lasting", "folder"), [(True, "$ETC"), (False, "$UNITS")])
