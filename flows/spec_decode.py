@@ -73,8 +73,7 @@ def spec_decode_retune(
         if plan.mode == "plan":
             return tuning.planned()
         if not plan.fresh:
-            tuning.visits, tuning.answers = read_logbook(host, before)
-            tuning.resumed = len(tuning.visits)
+            tuning.resume(*read_logbook(host, before))
         report = _tune(tuning)
     show_tuning(report, plan)
     return report
@@ -87,6 +86,9 @@ def _tune(tuning: Tuning) -> TuningReport:
         with exclusive_gpus(host, tuning.policy, server=tuning.server):
             if plan.fresh:
                 set_aside_logbook(host, tuning.before)
+            else:
+                # A run that was waited for may have gone on with it.
+                tuning.resume(*read_logbook(host, tuning.before))
             free = _measure(tuning)
             if tuning.winner != current and plan.apply == "if_better":
                 _free(tuning, free=free)

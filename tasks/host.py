@@ -172,25 +172,30 @@ def short(error: BaseException) -> str:
 
 
 @contextmanager
-def open_host(host: str, via: Via = "auto") -> Iterator[Session]:
+def open_host(host: str, via: Via | None = None) -> Iterator[Session]:
     """A session on a host: the one this thread already has open, or a new one, closed afterwards.
+
+    Args:
+        host: Name of the GpuHost block.
+        via: The way to it; None: as it is open already, else whichever answers.
 
     Raises:
         UnknownHost: There is no such block.
         BadInput: The block gives no way to the host.
     """
     there = [x for x in reversed(_open.get()) if x.host == host and not x.closed.is_set()]
-    same = [x for x in there if (x.via, x.thread) == (via, threading.get_ident())]
+    mine = [x for x in there if x.thread == threading.get_ident()]
+    same = [x for x in mine if via in (None, x.via)]
     if same:
         yield same[0].session
         return
-    session = load_host(host).session(host, via=via)
+    session = load_host(host).session(host, via=via or "auto")
     if there:
         # Another thread or way of the same run: what that has taken, it has taken too.
         other = there[0].session
         session.token, session.locked, session.held = other.token, other.locked, other.held
         session.on_trial = other.on_trial
-    this = _Open(session, host, via, threading.get_ident())
+    this = _Open(session, host, via or "auto", threading.get_ident())
     token = _open.set((*_open.get(), this))
     try:
         yield session

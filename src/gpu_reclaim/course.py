@@ -74,6 +74,10 @@ class Tuning:
         guess = self.before.start_s + ladder_s(self.plan)
         return RECLAIM_S + (fmean(took) if took else guess)
 
+    def resume(self, visits: list[Visit], answers: list[str]) -> None:
+        """Go on from what an earlier run has put on record."""
+        self.visits, self.answers, self.resumed = visits, answers, len(visits)
+
     def progress(self, turn: tuple[str, int]) -> tuple[int, int, str, float]:
         """Visits done and at most, what comes now, and the most minutes that are left."""
         done, most = len(self.visits), self.most_visits

@@ -193,7 +193,7 @@ class PretendServer(PretendHost):
         place = re.findall(r"^(?:umask 077; .*)?cd (\S+) ", body, re.M)[0]
         if "mv visits.jsonl" in body:
             self.book[f"{place}/visits-before.jsonl"] = self.book.pop(f"{place}/visits.jsonl", "")
-            return "done"
+            return "written yes"
         if "printf" not in body:
             pairs = (("visit", "visits.jsonl"), ("answers", "answers.json"))
             return "\n".join(
@@ -202,10 +202,10 @@ class PretendServer(PretendHost):
                 for line in self.book.get(f"{place}/{file}", "").split("\n")
             )
         text = _token(body.partition("printf '%s' ")[2])
-        sign, name = re.findall(r"(>+)(\S+) && echo done$", body)[0]
+        sign, name = re.findall(r"(>+)(\S+) && echo written yes$", body)[0]
         path = f"{place}/{name}"
         self.book[path] = (self.book.get(path, "") if sign == ">>" else "") + text
-        return "done"
+        return "written yes"
 
 
 def _values(flags: str) -> dict[str, str]:
