@@ -22,7 +22,7 @@ moves by about so much (memory layout, clocks), whatever a few lucky visits say.
 SLOPE = 0.3
 """Rise of the boundary in `needed_z`. 0 is O'Brien and Fleming's, which stops late; larger ones
 stop sooner for a large gain and need more rounds for a small one. With 1, 3 % of noise needed more
-rounds than a plan can have."""
+than 20 rounds (benchmarks/decisions.py)."""
 
 UNSTEADY = 1.5
 """An arm is judged by its own variance when that is so much more than all arms' together. At 1,

@@ -108,7 +108,7 @@ class SpecDecodePlan(BaseModel):
         description="Longest p99 time per output token at any concurrency. 0: no limit.",
     )
     output_tolerance_pct: float = Field(
-        default=10,
+        default=25,
         ge=0,
         le=100,
         title="Differing outputs (%)",
