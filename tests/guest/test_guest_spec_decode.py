@@ -169,13 +169,19 @@ def test_a_plan_stops_nothing(lab: Lab) -> None:
     assert lab.attach("ls /var/lib/gpu-reclaim-tuning").returncode != 0
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dataset_path": ""}, "no prompts to measure with"),
+    ({"dataset_path": "/no/such.json"}, "cannot be read as sharegpt"),
+    ({"base_url": "http://127.0.0.1:30001"}, "does not serve at"),
+    ({"unit": "ssh"}, "is none of its units"),
+]
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"dataset_path": ""}, "no prompts to measure with"),
-        ({"dataset_path": "/no/such.json"}, "cannot be read as sharegpt"),
-        ({"base_url": "http://127.0.0.1:30001"}, "does not serve at"),
-        ({"unit": "ssh"}, "is none of its units"),
+        # Saving a block takes ten seconds; all of these are refused in the unit tests too.
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in REFUSED),
         ({"python": "/usr/bin/python3"}, "cannot run sglang's benchmark"),
     ],
 )
@@ -190,6 +196,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_stopped(
     assert before.items() <= lab.processes().items()
 
 
+@pytest.mark.exhaustive
 def test_a_unit_edited_since_it_started_is_refused(lab: Lab) -> None:
     tunings.save(lab)
     tunings.serve(lab)
