@@ -74,7 +74,12 @@ def spec_decode_retune(
             return tuning.planned()
         if not plan.fresh:
             tuning.resume(*read_logbook(host, before))
-        report = _tune(tuning)
+        try:
+            report = _tune(tuning)
+        except BaseException as error:
+            if tuning.visits:
+                show_tuning(tuning.broken(type(error).__name__), plan)
+            raise
     show_tuning(report, plan)
     return report
 
@@ -84,11 +89,11 @@ def _tune(tuning: Tuning) -> TuningReport:
     not_kept, applied = "", False
     if tuning.turn is not None or (tuning.winner != current and plan.apply == "if_better"):
         with exclusive_gpus(host, tuning.policy, server=tuning.server):
-            if plan.fresh:
-                set_aside_logbook(host, tuning.before)
-            else:
+            if not plan.fresh:
                 # A run that was waited for may have gone on with it.
                 tuning.resume(*read_logbook(host, tuning.before))
+            if not tuning.visits:
+                set_aside_logbook(host, tuning.before)
             free = _measure(tuning)
             if tuning.winner != current and plan.apply == "if_better":
                 _free(tuning, free=free)

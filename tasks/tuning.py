@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from gpu_reclaim import logbook, measuring, trial, visiting
+from gpu_reclaim import hold, logbook, measuring, trial, visiting
 from gpu_reclaim.errors import NotInForce
 from gpu_reclaim.preflight import Preflight
 from gpu_reclaim.preflight import preflight as look_first
@@ -93,6 +93,8 @@ def measure_setting(
     """
     with open_host(host) as session:
         seen, answers = visiting.visit(session, before, plan, turn, reference)
+        # Whoever ended the hold meanwhile ended the benchmark too: that says nothing of a setting.
+        hold.renew(session, session.lease_s)
         if not reference and answers and turn[0] == before.current:
             logbook.about(session, before.place, before.parts)
             logbook.add_answers(session, before.place, answers)
@@ -133,11 +135,14 @@ def apply_setting(host: str, before: Preflight, arm: str, *, lasting: bool) -> s
         HoldLost: The host is not ours any more.
         TransportError: The host could not be reached.
     """
+    unit, text = before.server.unit, before.drop_in(arm)
     with open_host(host) as session:
+        if trial.is_kept(session, unit, text, lasting=lasting):
+            return ""
         ready = visiting.start(session, before, arm)
         if isinstance(ready, Failure):
             return ready.why
-        trial.keep(session, before.server.unit, before.drop_in(arm), lasting=lasting)
+        trial.keep(session, unit, text, lasting=lasting)
         log.info("%s: %s is in force, and stays", host, arm)
         return ""
 

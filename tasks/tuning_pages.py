@@ -31,6 +31,7 @@ TITLES: dict[TuningOutcome, str] = {
     "kept": "the present setting stays",
     "found": "a better setting was found, not applied",
     "replaced": "a better setting is in force",
+    "unfinished": "ended before it was decided",
 }
 
 

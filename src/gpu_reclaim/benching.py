@@ -198,6 +198,9 @@ def measurement(ran: Run, load: Load) -> Measurement | None:
         "requests": load.requests,
         "accept_length": _number(ran.record.get("accept_length")),
         "at": ran.at,
+        "record": {
+            k: v for k, v in ran.record.items() if isinstance(v, str) or _number(v) is not None
+        },
     }
     try:
         return Measurement.model_validate(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -15,6 +16,8 @@ from gpu_reclaim.tuning import SpecDecodePlan, TuningOutcome, TuningReport, Visi
 RECLAIM_S = 30
 """A reclaim between two trials is guessed to take so long, in seconds: a server that drains, and
 memory that settles."""
+
+GO_ON = "run it again: what was measured is on record, and it goes on from there"
 
 
 @dataclass
@@ -49,13 +52,20 @@ class Tuning:
 
     @property
     def turn(self) -> tuple[str, int] | None:
-        """What to measure next; None when it is decided."""
-        return next_visit(self.arms, self.visits, self.plan)
+        """What to measure next; None when it is decided, or its time is over."""
+        most = self.plan.max_minutes or math.inf
+        in_time = self._minutes + self._visit_s / 60 <= most
+        return next_visit(self.arms, self.visits, self.plan) if in_time else None
 
     @property
     def winner(self) -> str:
-        """The setting to use, by what is known so far."""
-        return decision(self.arms, self.visits, self.plan).arm
+        """The setting to use: the present one until it is decided."""
+        found = decision(self.arms, self.visits, self.plan)
+        return found.arm if found.final else self.before.current
+
+    @property
+    def _minutes(self) -> float:
+        return (time.monotonic() - self._began) / 60
 
     @property
     def most_visits(self) -> int:
@@ -99,7 +109,11 @@ class Tuning:
             not_kept: Why it is not, although it should be.
             proof: What shows which setting is in force.
         """
-        said = decision(self.arms, self.visits, self.plan).summary
+        found = decision(self.arms, self.visits, self.plan)
+        said = found.summary
+        if not found.final:
+            said = f"Its time was over before it was decided. So far: {said}"
+            return self._report("unfinished", said, proof=proof, remedy=GO_ON)
         if self.winner == self.before.current:
             return self._report("kept", said, proof=proof)
         if applied:
@@ -111,6 +125,10 @@ class Tuning:
             remedy = "see why it starts at one time and not at another, before it is used"
         return self._report("found", said, proof=proof, remedy=remedy)
 
+    def broken(self, why: str) -> TuningReport:
+        """The report of one that an error ended: what was measured until then."""
+        return self._report("unfinished", f"It was ended by an error: {why}", remedy=GO_ON)
+
     def _report(self, outcome: TuningOutcome, summary: str, **more: str) -> TuningReport:
         return TuningReport.model_validate(
             {
@@ -119,7 +137,7 @@ class Tuning:
                 "summary": summary,
                 "current": self.before.current,
                 "winner": self.winner,
-                "minutes": (time.monotonic() - self._began) / 60,
+                "minutes": self._minutes,
                 "estimated_minutes": self.most_minutes,
                 "resumed": self.resumed,
                 "arms": results(self.arms, self.visits, self.plan) if self.visits else [],

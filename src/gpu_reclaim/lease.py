@@ -43,9 +43,11 @@ state() { systemctl show --no-pager -p "$2" -- "$1" | sed -n "s/^$2=//p"; }
 quoted() { printf '%s' "$1" | sed 's/[.\\]/\\&/g'; }
 # A record without its last line was cut: a full disk, or a tool that hides it.
 whole() { [ "$(tail -n 1 "$1")" = end ]; }
-# Our own file, the last but a trial's, is no edit of others; nor is the line before it.
+# Our own file, from its name to the next file's, is no edit of others; nor are empty lines.
 print_of() {
-  systemctl --no-pager cat -- "$1" | sed -e "/^# .*\/$TUNED\$/,\$d" -e '/^$/d' | cksum
+  ours="^# \/.*\/$TUNED\$"
+  systemctl --no-pager cat -- "$1" |
+    sed -e "/$ours/,/^# \//{" -e "/$ours/d" -e '/^# \//!d' -e '}' -e '/^$/d' | cksum
 }
 tell() { printf '%s%s\n' "$NOTE" "$*"; }
 

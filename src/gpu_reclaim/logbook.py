@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 FOLDER = "gpu-reclaim-tuning"
 """Below /var/lib; apart from the hold's own folder, which is gone with the hold."""
 
+FRESH_MINUTES = 24 * 60
+"""So long after its last visit a tuning may be gone on with."""
+
 KEY_LENGTH = 12
 """Hexadecimal digits of a folder's name."""
 
@@ -36,13 +39,16 @@ def key_of(parts: Mapping[str, object]) -> str:
 def read(session: Session, place: str) -> tuple[list[Visit], list[str]]:
     """What is on record: the visits, and the present setting's greedy answers.
 
-    A line that was cut by a full disk or a lost connection counts as not there.
+    A line that was cut by a full disk or a lost connection counts as not there. So does what is
+    older than a day: a host changes, and a setting that was taken back meanwhile must not come
+    again by old figures.
 
     Raises:
         TransportError: As `Transport.run`.
     """
     body = (
         f"cd {shlex.quote(place)} || exit 0\n"
+        f'[ -n "$(find . -name visits.jsonl -mmin -{FRESH_MINUTES})" ] || exit 0\n'
         "[ ! -e visits.jsonl ] || { sed 's/^/visit /' visits.jsonl; echo; }\n"
         "[ ! -e answers.json ] || sed 's/^/answers /' answers.json"
     )

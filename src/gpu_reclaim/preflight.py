@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpu_reclaim import logbook, measuring, serverunit, sglang
@@ -15,7 +15,7 @@ from gpu_reclaim.errors import BadInput
 from gpu_reclaim.execstart import locate
 from gpu_reclaim.lease import TUNED_FILE
 from gpu_reclaim.prompts import look_at_prompts
-from gpu_reclaim.servercommand import ServerCommand, drop_in
+from gpu_reclaim.servercommand import ServerCommand, drop_in, hides_secrets
 from gpu_reclaim.serving import Server, no_interpreter
 from gpu_reclaim.session import Session, look
 from gpu_reclaim.spectrials import trials
@@ -31,6 +31,8 @@ until one was measured."""
 ONE_STREAM_TOK_S, STREAMS_POWER = 122, 0.61
 """Output tokens per second of N streams are guessed as 122 N^0.61: Qwen3.5-122B on four RTX PRO
 6000 made 122 at one request and 1566 at 64."""
+
+_EFFECTIVE = "effective_max_running_requests_per_dp"
 
 START_S = 300
 """A start is guessed to take so long, in seconds, where the server does not say how long its last
@@ -141,13 +143,9 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
         BadAnswer: The server's interpreter cannot be run, or systemd does not show the unit.
         TransportError: As `Transport.run`.
     """
-    if server.unit not in session.units:
-        raise BadInput(
-            f"{session.host}: {server.unit} is none of its units ({', '.join(session.units)})",
-            remedy="add the unit to the GpuHost block of the LlmServer block",
-        )
+    gpus, server = _gpus(session), _by_its_own_name(session, server)
     info = _serving(session, server)
-    command = locate(_unit(session, server.unit))
+    command = _command(session, server, plan)
     current = read_flags(command.flags)
     chosen, refused = trials(plan, current, command.flags, info)
     model = server.model_path or _text(info.get("tokenizer_path")) or _text(info.get("model_path"))
@@ -157,7 +155,7 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
             remedy="set model_path in the LlmServer block",
         )
     prompts = look_at_prompts(session, server, max(requests_at(plan, x) for x in plan.levels))
-    running = plan.max_running_requests or _number(info) or max(plan.levels)
+    running = plan.max_running_requests or _running(session, info)
     parts = {
         "unit": server.unit,
         "version": _text(info.get("version")),
@@ -174,7 +172,9 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
             }
         ),
         "running": running,
-        "gpus": _gpus(session),
+        "gpus": gpus,
+        # Visits are compared with those of the present setting in the same round.
+        "settings": [str(one) for one in chosen],
         "prompts": prompts,
         "levels": {str(level): requests_at(plan, level) for level in plan.levels},
         "seed": SEED,
@@ -227,14 +227,68 @@ def _unit(session: Session, unit: str) -> serverunit.Unit:
 
 
 def _gpus(session: Session) -> list[str]:
-    reading = look(session, "read the GPUs", units=False).reading
+    reading = look(session, "read the GPUs").reading
     return [f"{gpu.name} {gpu.uuid}" for gpu in reading.gpus]
+
+
+def _by_its_own_name(session: Session, server: Server) -> Server:
+    """The server, its unit named as systemd's files are: the host was looked at before."""
+    names = {alias: name for name, others in session.aliases.items() for alias in (name, *others)}
+    unit = names.get(server.unit, server.unit)
+    if unit not in session.units:
+        raise BadInput(
+            f"{session.host}: {server.unit} is none of its units ({', '.join(session.units)})",
+            remedy="add the unit to the GpuHost block of the LlmServer block",
+        )
+    return replace(server, unit=unit)
+
+
+def _command(session: Session, server: Server, plan: SpecDecodePlan) -> ServerCommand:
+    """The server's command line.
+
+    Raises:
+        BadInput: A drop-in of ours would not be what systemd goes by, or would tell a secret.
+    """
+    command = locate(_unit(session, server.unit))
+    name = command.file.rpartition("/")[2]
+    if name.endswith(".conf") and name > TUNED_FILE:
+        raise BadInput(
+            f"{session.host}: ExecStart= of {server.unit} is in {name}, which systemd reads after "
+            f"{TUNED_FILE}",
+            remedy="rename that drop-in, for example to override.conf",
+        )
+    applies = plan.mode == "tune" and plan.apply == "if_better"
+    if applies and not plan.persist and command.file.startswith("/etc/") and name == TUNED_FILE:
+        raise BadInput(
+            f"{session.host}: {command.file} is there, and would hide a winner's file in /run",
+            remedy="keep the winner after a reboot too (persist)",
+        )
+    if applies and command.from_process and hides_secrets(command.flags):
+        raise BadInput(
+            f"{session.host}: a secret of {server.unit} is in its environment, and a winner's file "
+            "would have it in clear",
+            remedy="use apply = never, and edit the environment file yourself",
+        )
+    return command
+
+
+def _running(session: Session, info: Mapping[str, Any]) -> int:
+    """How many requests the server works at now."""
+    states = info.get("internal_states")
+    state = states[0] if isinstance(states, list) and states else {}
+    per_rank = state.get(_EFFECTIVE) if isinstance(state, dict) else None
+    found = _number(info.get("max_running_requests")) or _number(per_rank)
+    if not found:
+        raise BadInput(
+            f"{session.host}: the server does not say how many requests it works at",
+            remedy="give max_running_requests in the plan: unset, speculative decoding makes it 48",
+        )
+    return found
 
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _number(info: Mapping[str, Any]) -> int:
-    value = info.get("max_running_requests")
+def _number(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -63,13 +63,27 @@ drop() {
 end_trials() {
   [ -e "$RUN/trials" ] || return 0
   for name in $(cat "$RUN/trials"); do drop "$UNITS/$name.d/$TRIAL"; done
+  for name in $(cat "$RUN/trials"); do undo_keep "$name"; done
   systemctl daemon-reload
   for name in $(cat "$RUN/trials"); do
     timeout -k 1 @LIMIT@ systemctl --no-ask-password stop -- "$name"
     # Its workers may be spared by a stop, and are all of the trial.
     case "$(state "$name" ControlGroup)" in "") ;; *) systemctl kill -s KILL -- "$name";; esac
+    tries=0
+    while is_up "$name" && [ "$tries" -lt 50 ]; do sleep 0.2 || sleep 1; tries=$((tries + 1)); done
+    ! is_up "$name" || stuck="$stuck $name "
   done
-  rm -f "$RUN/trials"
+  [ -n "$stuck" ] || rm -f "$RUN/trials"
+}
+
+is_up() { case "$(state "$1" ActiveState)" in inactive | failed) return 1;; esac; }
+
+# A keep that did not get to its end leaves no file that was not there before.
+undo_keep() {
+  [ -e "$RUN/keeping/$1.path" ] || return 0
+  file=$(cat "$RUN/keeping/$1.path") before="$RUN/keeping/$1.before"
+  if [ -e "$before" ]; then mv "$before" "$file"; else drop "$file"; fi
+  rm -f "$file.new" "$RUN/keeping/$1.path"
 }
 
 let_go() {
@@ -130,8 +144,11 @@ start_it() {
 
 put_back() {
   active=$(state "$1" ActiveState)
+  case "$active/$stuck" in
+    */*" $1 "*) failing="$failing $1 "; tell "unit $1 failed its trial does not stop"; return;;
+    /*) failing="$failing $1 "; tell "unit $1 failed systemctl does not show it"; return;;
+  esac
   case "$active" in
-    "") failing="$failing $1 "; tell "unit $1 failed systemctl does not show it"; return;;
     active | reloading | refreshing | activating | maintenance)
       tell "unit $1 running"; return;;
   esac
@@ -140,6 +157,11 @@ put_back() {
     failing="$failing $1 "; tell "unit $1 failed it is still stopping"; return
   }
   if [ "$(print_of "$1")" != "$2" ]; then tell "unit $1 edited"; return; fi
+  # systemd may have refused to reload: it would start what is not there any more.
+  [ "$(state "$1" NeedDaemonReload)" != yes ] || systemctl daemon-reload
+  if [ "$(state "$1" NeedDaemonReload)" = yes ]; then
+    failing="$failing $1 "; tell "unit $1 failed systemd does not reload its files"; return
+  fi
   end_rest "$1"
   if start_it "$1"; then begun="$begun $1:0"; else begun="$begun $1:$?"; fi
 }
@@ -172,6 +194,7 @@ end_stage() {
 
 # All that is on the record, each with a line on what became of it; status 1 when one failed.
 restore_record() {
+  stuck=
   end_stage
   end_trials
   let_go

@@ -42,7 +42,8 @@ SILENT = "its interpreter gave no answer"
 """What is said where not even an error came back."""
 
 _SECRET = re.compile(
-    r"((?:api_key|password)['\"]?[=:] ?|--[a-z-]*(?:api-key|password)['\"]?[=, ]+)"
+    r"(Bearer |[A-Z_]*(?:TOKEN|KEY|SECRET|PASSWORD)=|(?:api_key|password)['\"]?[=:] ?|"
+    r"--[a-z-]*(?:api-key|password)['\"]?[=, ]+|--api[=, ]+)"
     r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,\s)]+)"
 )
 """SGLang prints all its arguments at start, and systemd a whole command line when it fails."""
@@ -106,6 +107,17 @@ def keep(session: Session, unit: str, text: str, *, lasting: bool) -> None:
     body = trying.keep(claim, unit, text, lasting=lasting, places=session.places)
     # It stays in `on_trial`: to the keeper its server is no more of an intruder than before.
     _do(session, f"keep the setting of {unit}", body)
+
+
+def is_kept(session: Session, unit: str, text: str, *, lasting: bool) -> bool:
+    """Look whether `keep` was done already, by an attempt whose answer was lost.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    look = trying.kept(unit, text, lasting=lasting, places=session.places)
+    script = Script("look whether it is kept", {"kept": look})
+    return session.links.run(script).section("kept").value("kept") == "yes"
 
 
 def _do(session: Session, name: str, body: str) -> None:
@@ -186,7 +198,8 @@ def last_words(session: Session, server: Server) -> str:
         TransportError: As `Transport.run`.
     """
     text = trying.journal(server.unit, JOURNAL_LINES, places=session.places)
-    result = session.links.run(Script("read its journal", {"journal": text}))
+    # What it printed may hold keys: shown only once they are blotted out.
+    result = session.links.run(Script("read its journal", {"journal": text}, together=True))
     lines = result.section("journal").lines("journal")
     shown = without(lines, [server.api_key]).split("\n")
     # SGLang's line with all its arguments alone has some 8000 characters; errors come last.

@@ -19,7 +19,8 @@ _WRITE = r"""
 ours || { show_lease; tell status lost; exit 0; }
 # Flags may hold a key, so nobody else reads the file; systemd does.
 write() {
-  mkdir -p "${1%/*}" && ( umask 077; printf '%s' "$TEXT" >"$1.new" ) && mv "$1.new" "$1"
+  mkdir -p "${1%/*}" && ( umask 077; printf '%s' "$TEXT" >"$1.new" ) && mv "$1.new" "$1" ||
+    { rm -f "$1.new"; return 1; }
 }
 same() { [ -e "$1" ] && [ "$(cat "$1"; echo .)" = "$TEXT." ]; }
 """
@@ -51,9 +52,36 @@ systemctl daemon-reload && tell status taken || tell status unset
 """
 
 _KEEP = r"""
-write "@FOLDER@/$UNIT.d/$TUNED" && drop "$UNITS/$UNIT.d/$TRIAL" && systemctl daemon-reload &&
+command_of() { state "$UNIT" ExecStart | sed 's/ ; ignore_errors=.*//'; }
+file="@FOLDER@/$UNIT.d/$TUNED" old=$(command_of) trial=$(cat "$UNITS/$UNIT.d/$TRIAL")
+save() {
+  mkdir -p "$RUN/keeping" && { [ ! -e "$file" ] || cp -p "$file" "$RUN/keeping/$UNIT.before"; } &&
+    printf '%s\n' "$file" >"$RUN/keeping/$UNIT.path"
+}
+# Another file may come after ours in systemd's order: what it would start must be what runs.
+if save && write "$file" && drop "$UNITS/$UNIT.d/$TRIAL" && systemctl daemon-reload &&
+  [ "$(command_of)" = "$old" ] &&
   { grep -vxF -- "$UNIT" "$RUN/trials" >"$RUN/trials.new" || :; } &&
-  mv "$RUN/trials.new" "$RUN/trials" && tell status taken || tell status unset
+  mv "$RUN/trials.new" "$RUN/trials" && rm -rf "$RUN/keeping"; then
+  timeout 10 sync "$file" || :
+  tell status taken
+else
+  # What runs stays on trial, and is stopped with it.
+  undo_keep "$UNIT"
+  TEXT="$trial
+" && write "$UNITS/$UNIT.d/$TRIAL"
+  systemctl daemon-reload
+  tell status unset
+  tell "why $file could not be made what systemd starts the unit with"
+fi
+"""
+
+_KEPT = r"""
+same() { [ -e "$1" ] && [ "$(cat "$1"; echo .)" = "$TEXT." ]; }
+if same "@FOLDER@/$UNIT.d/$TUNED" && [ ! -e "$UNITS/$UNIT.d/$TRIAL" ] &&
+  ! grep -qxF -- "$UNIT" "$RUN/trials" && [ "$(state "$UNIT" ActiveState)" = active ]; then
+  echo kept yes
+fi
 """
 
 _LOOK = r"""
@@ -98,8 +126,17 @@ def keep(claim: Claim, unit: str, text: str, *, lasting: bool, places: Places = 
         lasting: Write it to /etc; else to /run.
         places: Where things are.
     """
-    body = _KEEP.replace("@FOLDER@", "$ETC" if lasting else "$UNITS")
-    return _joined(claim, _named(unit, text), body, places)
+    return _joined(claim, _named(unit, text), _folder(_KEEP, lasting), places)
+
+
+def kept(unit: str, text: str, *, lasting: bool, places: Places = HOST) -> str:
+    """Shell text that looks whether that was done already; touches nothing."""
+    body = _folder(_KEPT, lasting)
+    return "\n".join([functions(places), _named(unit, text), filled(body, places)])
+
+
+def _folder(body: str, lasting: bool) -> str:
+    return body.replace("@FOLDER@", "$ETC" if lasting else "$UNITS")
 
 
 def look(unit: str, *, places: Places = HOST) -> str:

@@ -143,8 +143,7 @@ class SpecDecodePlan(BaseModel):
         ge=0,
         le=100_000,
         title="Running requests",
-        description="--max-running-requests of every trial. 0: what the server runs with now, or "
-        "the highest concurrency where it has no number.",
+        description="--max-running-requests of every trial. 0: what the server runs with now.",
     )
     measure_timeout_s: float = Field(
         default=1800,
@@ -152,6 +151,14 @@ class SpecDecodePlan(BaseModel):
         le=86_400,
         title="Measurement time limit (s)",
         description="Longest time of one measurement, in seconds.",
+    )
+    max_minutes: float = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        title="Time limit (minutes)",
+        description="No visit is begun that would end later; another run goes on from there. "
+        "0: no limit.",
     )
     fresh: bool = Field(
         default=False,
@@ -191,6 +198,7 @@ class Measurement(BaseModel):
         tpot_p99_ms: The same, 99th percentile.
         accept_length: Tokens per verification, the bonus token counted; None where there is none.
         at: When it ended, as `2026-11-30 13:05:59`, by the host's clock.
+        record: All numbers and words that the benchmark client wrote itself, by its own names.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -206,6 +214,7 @@ class Measurement(BaseModel):
     tpot_p99_ms: float
     accept_length: float | None = None
     at: str = ""
+    record: dict[str, float | str] = Field(default={}, repr=False)
 
 
 class Visit(BaseModel):
@@ -285,9 +294,10 @@ class ArmResult(BaseModel):
     levels: list[LevelResult] = []
 
 
-TuningOutcome = Literal["planned", "kept", "found", "replaced"]
+TuningOutcome = Literal["planned", "kept", "found", "replaced", "unfinished"]
 """How a tuning ended: only planned; the present setting is as good as any; a better one was found
-and not applied; it was applied and proven."""
+and not applied; it was applied and proven; its time was over, or an error ended it, before it was
+decided."""
 
 
 class TuningReport(BaseModel):

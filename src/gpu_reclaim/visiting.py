@@ -15,8 +15,14 @@ from gpu_reclaim.tuning import Measurement, SpecDecodePlan, Visit
 
 log = logging.getLogger(__name__)
 
-NO_RESTART = "Restart=no\n"
-"""A server that ends while it is on trial stays ended: that is an observation."""
+ON_TRIAL = """Restart=no
+[Unit]
+FailureAction=none
+SuccessAction=none
+StartLimitAction=none
+"""
+"""A server that ends while it is on trial stays ended, and nothing is done to the machine for it:
+that is an observation."""
 
 STEADY = ("version", "model_path", "tp_size", "dp_size", "max_running_requests", "launch_command")
 """What of /server_info says that a server is the same as before; so does all that begins with
@@ -36,7 +42,7 @@ def start(session: Session, before: Preflight, arm: str) -> float | Failure:
     """
     server = before.server
     log.info("%s: %s starts with %s", session.host, server.unit, arm)
-    trial.begin(session, server.unit, f"{before.drop_in(arm)}{NO_RESTART}")
+    trial.begin(session, server.unit, f"{before.drop_in(arm)}{ON_TRIAL}")
     ready = trial.wait_ready(session, server)
     if isinstance(ready, Failure):
         return ready

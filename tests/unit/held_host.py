@@ -24,6 +24,7 @@ case " $* " in
     if [ -e "$file" ]; then
       cat "$file"
       [ ! -e @HOME@/"$name".triggers ] || cat @HOME@/"$name".triggers
+      [ ! -e @HOME@/stale ] || echo NeedDaemonReload=yes
       if [ -e @HOME@/"$name".file ]; then echo LoadState=loaded; else echo LoadState=not-found; fi
     else printf 'LoadState=not-found\nActiveState=inactive\nSubState=dead\n'; fi;;
   *" cat "*)
@@ -31,6 +32,7 @@ case " $* " in
     for one in @ETC@/systemd/system/"$name".d/*.conf @RUN@/systemd/system/"$name".d/*.conf; do
       [ ! -e "$one" ] || { echo; echo "# $one"; cat "$one"; }
     done;;
+  *" daemon-reload "*) [ ! -e @HOME@/stale ] || exit 1;;
   *" is-enabled "*) echo enabled;;
   *" start "*)
     held=@RUN@/systemd/system/"$name".d/50-gpu-reclaim-hold.conf
@@ -88,6 +90,10 @@ class HeldHost:
         claim = Claim(token, ttl_s=60)
         body = trying.keep(claim, name, text, lasting=lasting, places=self.places)
         return holding.parse(self._run(body))
+
+    def kept(self, name: str, text: str, *, lasting: bool) -> bool:
+        body = trying.kept(name, text, lasting=lasting, places=self.places)
+        return self._run(body).value("kept") == "yes"
 
     def drop_ins(self, name: str) -> list[str]:
         """Names of the drop-ins of a unit, in /etc and /run."""

@@ -13,6 +13,7 @@ from gpu_reclaim.logbook import key_of
 from gpu_reclaim.preflight import START_S, Preflight, load_of, preflight
 from gpu_reclaim.transport.scripted import Answer
 from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting
+from unit.scenery import Unit, scene
 from unit.tuned import (
     FLAGS,
     INFO,
@@ -22,6 +23,7 @@ from unit.tuned import (
     SERVER,
     TOOL,
     UNIT,
+    TunedHost,
     answered,
     health,
     setting,
@@ -119,7 +121,7 @@ def test_a_unit_of_another_host() -> None:
     with pytest.raises(BadInput, match=r"other\.service is none of its units \(sglang\.service\)"):
         preflight(made.session, replace(SERVER, unit="other.service"), PLAN)
 
-    assert made.asked == []
+    assert made.asked == ["read the GPUs"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_whose_tokenizer(path: str, more: dict[str, object], model: str) -> None
 
 @pytest.mark.parametrize(
     ("asked", "runs", "running"),
-    [(0, 48, 48), (96, 48, 96), (0, None, 16), (0, True, 16), (0, 0, 16), (0, "48", 16)],
+    [(0, 48, 48), (96, 48, 96), (96, None, 96)],
 )
 def test_running_requests(asked: int, runs: object, running: int) -> None:
     plan = PLAN.model_copy(update={"max_running_requests": asked})
@@ -146,6 +148,63 @@ def test_running_requests(asked: int, runs: object, running: int) -> None:
     assert all(
         x[-2:] == ["--max-running-requests", f"{running}"] for x in seen.trial_flags.values()
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "plan"),
+    [
+        ({}, PLAN.model_copy(update={"settings": [setting(7)]})),
+        (
+            {
+                "read its command line": shown(
+                    [*FLAGS[:6], "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+                ),
+                **info(speculative_num_steps=2, speculative_num_draft_tokens=3),
+            },
+            PLAN,
+        ),
+    ],
+)
+def test_other_settings_begin_a_logbook_of_their_own(told: Told, plan: SpecDecodePlan) -> None:
+    """A round's visits are compared with each other: they must have been made together."""
+    assert found(told, plan).parts["settings"] != found().parts["settings"]
+
+
+EFFECTIVE = "effective_max_running_requests_per_dp"
+
+
+@pytest.mark.parametrize("runs", [None, True, 0, "48"])
+def test_running_requests_nobody_gave(runs: object) -> None:
+    """The server's own choice is kept; a guess would cap it for good."""
+    seen = found(info(max_running_requests=runs, internal_states=[{EFFECTIVE: 2048}]))
+    assert seen.running == 2048
+
+    unknown: tuple[object, ...] = ([], [{}], [{EFFECTIVE: None}], None, [3])
+    for states in unknown:
+        with pytest.raises(BadInput, match="does not say how many requests"):
+            found(info(max_running_requests=runs, internal_states=states))
+
+
+@pytest.mark.parametrize("name", ["zz-sglang.conf", "zzz.conf", "zzzz-gpu-reclaim-trial.conf"])
+def test_a_drop_in_that_would_come_after_ours(name: str) -> None:
+    with pytest.raises(BadInput, match=f"is in {name}, which systemd reads after"):
+        found(
+            {"read its command line": shown(FLAGS, drop_in=f"/etc/systemd/system/{UNIT}.d/{name}")}
+        )
+
+
+def test_an_earlier_winner_would_hide_one_until_a_reboot() -> None:
+    there = f"/etc/systemd/system/{UNIT}.d/zz-gpu-reclaim.conf"
+    told = {"read its command line": shown(FLAGS, drop_in=there)}
+    with pytest.raises(BadInput, match="would hide a winner's file in /run"):
+        found(told, PLAN.model_copy(update={"persist": False}))
+    assert found(told).command.file == there
+
+
+def test_the_units_own_name_is_used() -> None:
+    host = TunedHost(units={UNIT: Unit(names="llm.service")})
+    made = scene(host, units=["sglang"])
+    assert preflight(made.session, replace(SERVER, unit="llm.service"), PLAN).server.unit == UNIT
 
 
 @pytest.mark.parametrize("took", [None, 0, -1, "71"])
@@ -196,16 +255,6 @@ def test_measurements_on_other_gpus_are_not_compared() -> None:
     [
         (info(startup_time=3, last_gen_throughput=9), PLAN),
         ({}, PLAN.model_copy(update={"rounds": 2, "min_gain_pct": 9, "apply": "never"})),
-        ({}, PLAN.model_copy(update={"settings": [setting(7)]})),
-        (
-            {
-                "read its command line": shown(
-                    [*FLAGS[:6], "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
-                ),
-                **info(speculative_num_steps=2, speculative_num_draft_tokens=3),
-            },
-            PLAN,
-        ),
     ],
 )
 def test_what_decides_is_no_part_of_what_was_measured(told: Told, plan: SpecDecodePlan) -> None:

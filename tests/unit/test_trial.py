@@ -269,5 +269,5 @@ def test_where_a_setting_is_kept(lasting: bool, folder: str) -> None:
     trial.keep(made.session, UNIT, DROP_IN, lasting=lasting)
 
     text = made.direct.asked[0].sections["hold"]
-    assert f'write "{folder}/$UNIT.d/$TUNED"' in text
+    assert f'file="{folder}/$UNIT.d/$TUNED"' in text
     assert DROP_IN in text

@@ -150,3 +150,88 @@ def test_a_file_that_cannot_be_written_starts_nothing(host: HeldHost) -> None:
     folder.write_text("in the way")
     assert host.begin(UNIT, TEXT).status == "unset"
     assert host.state(UNIT) == "inactive"
+
+
+def tuned_file(host: HeldHost) -> Path:
+    return Path(host.places.etc) / f"systemd/system/{UNIT}.d/{TUNED}"
+
+
+def test_whether_it_was_kept_already_is_seen(host: HeldHost) -> None:
+    """An attempt whose answer was lost is not made again."""
+    host.begin(UNIT, TEXT)
+    assert not host.kept(UNIT, TEXT, lasting=True)
+    host.keep(UNIT, TEXT, lasting=True)
+    assert host.kept(UNIT, TEXT, lasting=True)
+    assert not host.kept(UNIT, "[Service]\n", lasting=True)
+    assert not host.kept(UNIT, TEXT, lasting=False)
+    host.stop(UNIT)
+    assert not host.kept(UNIT, TEXT, lasting=True)
+
+
+@pytest.mark.parametrize("earlier", ["", "[Service]\nExecStart=\nExecStart=/earlier\n"])
+def test_a_keep_that_fails_leaves_what_was_there(host: HeldHost, earlier: str) -> None:
+    """Here systemd refuses to reload; what runs stays on trial, and ends with the hold."""
+    if earlier:
+        tuned_file(host).parent.mkdir(parents=True)
+        tuned_file(host).write_text(earlier)
+    host.begin(UNIT, TEXT)
+    (host.home / "stale").touch()
+    answer = host.keep(UNIT, TEXT, lasting=True)
+    assert (answer.status, answer.why.split()[0]) == ("unset", str(tuned_file(host)))
+    (host.home / "stale").unlink()
+    assert host.drop_ins(UNIT) == sorted([TRIAL, *([TUNED] if earlier else [])])
+    assert host.restore()[0] == "done"
+    assert host.state(UNIT) == "active"
+    assert host.drop_ins(UNIT) == ([TUNED] if earlier else [])
+    assert not earlier or tuned_file(host).read_text() == earlier
+
+
+@pytest.mark.parametrize("earlier", ["", "[Service]\nExecStart=\nExecStart=/earlier\n"])
+def test_a_keep_that_was_cut_is_undone(host: HeldHost, earlier: str) -> None:
+    host.begin(UNIT, TEXT)
+    notes = host.places_of("gpu-reclaim/keeping")
+    notes.mkdir()
+    (notes / f"{UNIT}.path").write_text(f"{tuned_file(host)}\n")
+    if earlier:
+        (notes / f"{UNIT}.before").write_text(earlier)
+    tuned_file(host).parent.mkdir(parents=True)
+    tuned_file(host).write_text(TEXT)
+    host.expire()
+    host.dead_man()
+    assert host.state(UNIT) == "active"
+    assert host.drop_ins(UNIT) == ([TUNED] if earlier else [])
+    assert not earlier or tuned_file(host).read_text() == earlier
+    assert host.traces == []
+
+
+def test_files_after_ours_are_still_seen_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HeldHost(tmp_path)
+    monkeypatch.setenv("PATH", f"{host.tools}:/usr/bin:/bin")
+    host.unit(UNIT)
+    late = tuned_file(host).with_name("zzzz-limits.conf")
+    late.parent.mkdir(parents=True)
+    late.write_text("[Service]\nLimitNOFILE=1000\n")
+    host.take(UNIT)
+    host.stop(UNIT)
+    host.begin(UNIT, TEXT)
+    host.keep(UNIT, TEXT, lasting=True)
+    host.stop(UNIT)
+    assert host.restore() == ("done", {UNIT: "started"})
+
+    host.take(UNIT)
+    host.stop(UNIT)
+    late.write_text("[Service]\nLimitNOFILE=2\n")
+    assert host.restore() == ("done", {UNIT: "edited"})
+
+
+def test_what_systemd_does_not_reload_is_not_started(host: HeldHost) -> None:
+    """It would start with the trial's flags, and be told as put back."""
+    host.begin(UNIT, TEXT)
+    (host.home / "stale").touch()
+    assert host.restore() == ("failed", {UNIT: "failed", OTHER: "failed"})
+    assert host.state(UNIT) == "inactive"
+    (host.home / "stale").unlink()
+    assert host.restore() == ("done", {UNIT: "started", OTHER: "started"})
+    assert host.traces == []

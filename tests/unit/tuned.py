@@ -20,7 +20,7 @@ from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport
 from gpu_reclaim.transport.scripted import Answer
 from gpu_reclaim.tuning import Measurement, SpecDecodePlan, SpecSetting, Visit
-from unit.scenery import Host, Scene, scene
+from unit.scenery import Host, Scene, Unit, scene
 
 UNIT = "sglang.service"
 KEY = "sk-secret"
@@ -151,12 +151,19 @@ def benched(record: Mapping[str, object] | None = None, code: int = 0, said: str
     return {"bench": "\n".join([*lines, "at 2026-11-30 13:05:59"])}
 
 
-def shown(flags: Sequence[str] = FLAGS, reload: str = "no") -> Answer:
-    """What is printed about the unit, its file and its main process."""
+def shown(flags: Sequence[str] = FLAGS, reload: str = "no", drop_in: str = "") -> Answer:
+    """What is printed about the unit, its file and its main process.
+
+    With a drop-in, its command is there; the unit's own is another one.
+    """
     argv = "\0".join([*HEAD.split(), *flags, ""]).encode().hex()
-    lines = ["show LoadState=loaded", f"show FragmentPath={FILE}", "show DropInPaths="]
+    lines = ["show LoadState=loaded", f"show FragmentPath={FILE}"]
+    lines += [f"show DropInPaths={drop_in}"]
     lines += ["show MainPID=50", f"show NeedDaemonReload={reload}"]
-    lines += [f"file # {FILE}", "file [Service]", f"file ExecStart={HEAD} {' '.join(flags)}"]
+    command = f"file ExecStart={HEAD} {' '.join(flags)}"
+    lines += [f"file # {FILE}", "file [Service]", "file ExecStart=/other" if drop_in else command]
+    if drop_in:
+        lines += ["file ", f"file # {drop_in}", "file [Service]", "file ExecStart=", command]
     return {"unit": "\n".join([*lines, f"argv {argv}", "exe /opt/sglang/bin/python"])}
 
 
@@ -205,7 +212,8 @@ class TunedHost(Host):
 def tuned(told: Mapping[str, Answer | list[Answer]] | None = None) -> Scene:
     """A session with such a host, where some answers are others than usual."""
     own = {name: list(x) if isinstance(x, list) else x for name, x in (told or {}).items()}
-    return scene(TunedHost(told=usual() | own), units=["sglang"])
+    host = TunedHost(told=usual() | own, units={UNIT: Unit()})
+    return scene(host, units=["sglang"])
 
 
 def on_this_machine(folder: Path, way: Transport | None = None) -> Session:
