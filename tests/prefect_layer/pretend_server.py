@@ -192,7 +192,8 @@ class PretendServer(PretendHost):
     def _book(self, body: str) -> str:
         place = re.findall(r"^(?:umask 077; .*)?cd (\S+) ", body, re.M)[0]
         if "mv visits.jsonl" in body:
-            self.book[f"{place}/visits-before.jsonl"] = self.book.pop(f"{place}/visits.jsonl", "")
+            if f"{place}/visits.jsonl" in self.book:
+                self.book[f"{place}/visits-before.jsonl"] = self.book.pop(f"{place}/visits.jsonl")
             return "written yes"
         if "printf" not in body:
             pairs = (("visit", "visits.jsonl"), ("answers", "answers.json"))

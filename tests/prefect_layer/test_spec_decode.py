@@ -169,7 +169,7 @@ def test_everything_happens_in_its_order(pretend: PretendServer) -> None:
     end = next(x for x in pretend.wrote if x.startswith("end "))
     visit = [BEGIN, WROTE]
     assert [x for x in pretend.wrote if x != KEEP] == [
-        *(TAKE, STOP, end, PROVE),
+        *(TAKE, STOP, end, PROVE, "set the logbook aside"),
         *(BEGIN, "write about.json", "write answers.json", WROTE),
         # Closed, and free again, before the next one starts.
         *(CLOSE, STOP, end, *visit),
