@@ -100,7 +100,8 @@ class Engine:
             return
         self._running += 1
         try:
-            if self._faults.has("hangs"):
+            most = self._faults.number("hangs after N requests")
+            if self._faults.has("hangs") or (most is not None and self._done >= most):
                 await asyncio.Event().wait()
             await self._tell(asked, reply)
         finally:

@@ -12,6 +12,7 @@ highest level that is not above the requests running counts); `tokens_per_s` at 
     slow start N                serves after N seconds
     never ready                 /health answers 503 for ever
     hangs                       /health answers 200, nothing is generated
+    hangs after N requests      the same, from then on
     health hangs after N requests
     half fail                   every other request answers 500
     garbage                     other texts than all other settings, and the fastest of all
