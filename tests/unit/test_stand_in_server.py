@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.waiting import wait_until
 from unit.stand_in import NEXTN_2, Server, make_home
 
 NAME = "NEXTN 2/1/3"
@@ -160,7 +161,7 @@ def test_sigterm_drains_and_ends_its_workers(running: Server) -> None:
         assert len(answer.result()["text"].split()) == 20
     assert running.main.wait(20) == 0
     assert len(workers) == 4
-    assert not running.workers()
+    wait_until("its workers are gone", lambda: not running.workers())
 
 
 def test_workers_outlive_a_killed_main_process(running: Server) -> None:
