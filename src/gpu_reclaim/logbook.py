@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shlex
 from collections.abc import Mapping
 
@@ -12,8 +11,6 @@ from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadAnswer
 from gpu_reclaim.session import Session
 from gpu_reclaim.tuning import Visit
-
-log = logging.getLogger(__name__)
 
 FOLDER = "gpu-reclaim-tuning"
 """Below /var/lib; apart from the hold's own folder, which is gone with the hold."""

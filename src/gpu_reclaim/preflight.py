@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +15,11 @@ from gpu_reclaim.execstart import locate
 from gpu_reclaim.lease import TUNED_FILE
 from gpu_reclaim.prompts import look_at_prompts
 from gpu_reclaim.servercommand import ServerCommand, drop_in, hides_secrets
-from gpu_reclaim.serving import Server, no_interpreter
+from gpu_reclaim.serving import Server, ask_health
 from gpu_reclaim.session import Session, look
 from gpu_reclaim.spectrials import trials
 from gpu_reclaim.speculation import read_flags, with_setting
 from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting
-
-log = logging.getLogger(__name__)
 
 OUTPUT_TOKENS = 220
 """Mean answer of a ShareGPT conversation, in tokens: what a benchmark's length is guessed from
@@ -76,26 +73,20 @@ class Preflight:
 
     def flags(self, arm: str) -> list[str]:
         """The server's flags with that setting."""
-        algorithm = read_flags(self.command.flags).algorithm
-        return with_setting(
-            self.command.flags,
-            self.settings[arm],
-            current_algorithm=algorithm,
-            max_running_requests=self.running,
-        )
+        return self._with(self.command.flags, arm)
 
     @property
     def trial_flags(self) -> dict[str, list[str]]:
         """The flags that are different from trial to trial, by setting."""
-        return {
-            arm: with_setting(
-                [],
-                setting,
-                current_algorithm=read_flags(self.command.flags).algorithm,
-                max_running_requests=self.running,
-            )
-            for arm, setting in self.settings.items()
-        }
+        return {arm: self._with([], arm) for arm in self.settings}
+
+    def _with(self, words: Sequence[str], arm: str) -> list[str]:
+        return with_setting(
+            words,
+            self.settings[arm],
+            current_algorithm=read_flags(self.command.flags).algorithm,
+            max_running_requests=self.running,
+        )
 
     def tuned_file(self, *, lasting: bool) -> str:
         """Where a winner's drop-in is on the host."""
@@ -197,12 +188,7 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
 
 
 def _serving(session: Session, server: Server) -> Mapping[str, Any]:
-    text = sglang.ask_health(server.python, server.base_url)
-    script = Script("ask for health", {"health": text}, timeout_s=sglang.ANSWER_S + 10)
-    result = session.links.run(script)
-    health = sglang.parse_health(result.section("health"))
-    if health is None:
-        raise no_interpreter(session, server, result)
+    health = ask_health(session, server)
     if health.code != sglang.OK:
         raise BadInput(
             f"{session.host}: {server.unit} does not serve at {server.base_url}: {health}",

@@ -59,6 +59,12 @@ drop() {
   [ ! -d "${1%/*}" ] || [ -n "$(ls -A "${1%/*}")" ] || rmdir "${1%/*}"
 }
 
+# From the next reload on it cannot be started while the hold is there.
+hold_back() {
+  mkdir -p "$UNITS/$1.d" &&
+    printf '[Unit]\nAssertPathExists=!%s\n' "$RUN/hold" >"$UNITS/$1.d/$HOLD"
+}
+
 # What is on trial runs with flags that are not its own, so it does not count as back.
 end_trials() {
   [ -e "$RUN/trials" ] || return 0

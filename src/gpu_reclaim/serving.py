@@ -9,6 +9,7 @@ from gpu_reclaim import sglang
 from gpu_reclaim.commands import Result, Script
 from gpu_reclaim.errors import BadAnswer, TransportError
 from gpu_reclaim.session import Session
+from gpu_reclaim.sglang import Answer
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +72,26 @@ def wait_healthy(session: Session, server: Server) -> tuple[bool, str]:
 
 
 def _ask(session: Session, server: Server) -> str:
-    text = sglang.ask_health(server.python, server.base_url)
-    script = Script("ask for health", {"health": text}, timeout_s=sglang.ANSWER_S + 10)
     try:
-        result = session.links.run(script)
+        return str(ask_health(session, server))
     except TransportError as error:
         return error.message
+
+
+def ask_health(session: Session, server: Server) -> Answer:
+    """Ask a server once whether it serves.
+
+    Raises:
+        BadAnswer: Its interpreter cannot be run on the host.
+        TransportError: As `Transport.run`.
+    """
+    text = sglang.ask_health(server.python, server.base_url)
+    script = Script("ask for health", {"health": text}, timeout_s=sglang.ANSWER_S + 10)
+    result = session.links.run(script)
     health = sglang.parse_health(result.section("health"))
     if health is None:
         raise no_interpreter(session, server, result)
-    return str(health)
+    return health
 
 
 def no_interpreter(session: Session, server: Server, result: Result) -> BadAnswer:

@@ -108,8 +108,7 @@ set_hold() {
   : >"$RUN/hold" || return 1
   [ -n "$all" ] || return 0
   for unit in $all; do
-    mkdir -p "$UNITS/$unit.d" || return 1
-    printf '[Unit]\nAssertPathExists=!%s\n' "$RUN/hold" >"$UNITS/$unit.d/$HOLD" || return 1
+    hold_back "$unit" || return 1
   done
   systemctl daemon-reload
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpu_reclaim import hold, sglang, trying
 from gpu_reclaim.commands import Script, printable
 from gpu_reclaim.errors import CommandFailed, TransportError
-from gpu_reclaim.serving import Server
+from gpu_reclaim.serving import SAY_S, Server
 from gpu_reclaim.session import Session
 
 log = logging.getLogger(__name__)
@@ -21,9 +21,6 @@ POLL_S = 2.0
 BEGIN_S = 5.0
 """So long after it was told to start a unit may still be shown as inactive, in seconds: systemd
 has queued the start, and is not waited for."""
-
-SAY_S = 60
-"""How often the log says that we still wait, in seconds."""
 
 JOURNAL_LINES = 40
 """Last lines of a failed server that are read."""

@@ -15,6 +15,10 @@ from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.restoring import filled, functions
 from gpu_reclaim.taking import OURS
 
+_SAME = r"""
+same() { [ -e "$1" ] && [ "$(cat "$1"; echo .)" = "$TEXT." ]; }
+"""
+
 _WRITE = r"""
 ours || { show_lease; tell status lost; exit 0; }
 # Flags may hold a key, so nobody else reads the file; systemd does.
@@ -22,7 +26,6 @@ write() {
   mkdir -p "${1%/*}" && ( umask 077; printf '%s' "$TEXT" >"$1.new" ) && mv "$1.new" "$1" ||
     { rm -f "$1.new"; return 1; }
 }
-same() { [ -e "$1" ] && [ "$(cat "$1"; echo .)" = "$TEXT." ]; }
 """
 
 _BEGIN = r"""
@@ -44,9 +47,7 @@ grep -qxF -- "$UNIT" "$RUN/trials" || printf '%s\n' "$UNIT" >>"$RUN/trials" &&
 _CLOSE = r"""
 for name in $(cat "$RUN/trials"); do
   drop "$UNITS/$name.d/$TRIAL"
-  mkdir -p "$UNITS/$name.d" &&
-    printf '[Unit]\nAssertPathExists=!%s\n' "$RUN/hold" >"$UNITS/$name.d/$HOLD" ||
-    { tell status unset; exit 0; }
+  hold_back "$name" || { tell status unset; exit 0; }
 done
 systemctl daemon-reload && tell status taken || tell status unset
 """
@@ -77,7 +78,6 @@ fi
 """
 
 _KEPT = r"""
-same() { [ -e "$1" ] && [ "$(cat "$1"; echo .)" = "$TEXT." ]; }
 if same "@FOLDER@/$UNIT.d/$TUNED" && [ ! -e "$UNITS/$UNIT.d/$TRIAL" ] &&
   ! grep -qxF -- "$UNIT" "$RUN/trials" && [ "$(state "$UNIT" ActiveState)" = active ]; then
   echo kept yes
@@ -132,7 +132,7 @@ def keep(claim: Claim, unit: str, text: str, *, lasting: bool, places: Places = 
 def kept(unit: str, text: str, *, lasting: bool, places: Places = HOST) -> str:
     """Shell text that looks whether that was done already; touches nothing."""
     body = _folder(_KEPT, lasting)
-    return "\n".join([functions(places), _named(unit, text), filled(body, places)])
+    return "\n".join([functions(places), _named(unit, text), _SAME, filled(body, places)])
 
 
 def _folder(body: str, lasting: bool) -> str:
@@ -160,4 +160,5 @@ def _named(unit: str, text: str) -> str:
 
 
 def _joined(claim: Claim, names: str, body: str, places: Places) -> str:
-    return "\n".join([functions(places), claim.shell(), names, OURS, _WRITE, filled(body, places)])
+    head = [functions(places), claim.shell(), names, OURS, _SAME, _WRITE]
+    return "\n".join([*head, filled(body, places)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID
 
 import pytest
 from prefect.client.schemas.objects import StateType
@@ -64,13 +65,19 @@ def killed(lab: Lab, prefect: Prefect, steps: Stepping) -> None:
     assert len(witness.of_unit(lab, UNIT)) == 6
 
 
-def test_a_run_cancelled_at_a_step_puts_all_back(
-    lab: Lab, prefect: Prefect, tmp_path: Path
-) -> None:
+def waiting_at_the_stop(lab: Lab, prefect: Prefect, tmp_path: Path) -> tuple[UUID, Stepping]:
+    """A run that has just stopped the server, and waits there."""
     lab.start_server()
     steps = Stepping(tmp_path / "steps", at=STOP, act="wait")
     run = prefect.submit(DEPLOYMENT, PARAMETERS, steps.env)
     steps.wait_reached()
+    return run, steps
+
+
+def test_a_run_cancelled_at_a_step_puts_all_back(
+    lab: Lab, prefect: Prefect, tmp_path: Path
+) -> None:
+    run, steps = waiting_at_the_stop(lab, prefect, tmp_path)
     assert holds.start(lab, UNIT) == (1, "inactive")
     prefect.cancel(run)
     assert prefect.wait(run).type == StateType.CANCELLED
@@ -79,10 +86,7 @@ def test_a_run_cancelled_at_a_step_puts_all_back(
 
 
 def test_a_run_outlives_its_server_and_worker(lab: Lab, prefect: Prefect, tmp_path: Path) -> None:
-    lab.start_server()
-    steps = Stepping(tmp_path / "steps", at=STOP, act="wait")
-    run = prefect.submit(DEPLOYMENT, PARAMETERS, steps.env)
-    steps.wait_reached()
+    run, steps = waiting_at_the_stop(lab, prefect, tmp_path)
     prefect.kill_worker()
     prefect.kill_server()
     prefect.start_server()
@@ -94,10 +98,7 @@ def test_a_run_outlives_its_server_and_worker(lab: Lab, prefect: Prefect, tmp_pa
 def test_a_run_whose_wire_is_cut_fails_and_the_host_puts_all_back(
     lab: Lab, prefect: Prefect, tmp_path: Path
 ) -> None:
-    lab.start_server()
-    steps = Stepping(tmp_path / "steps", at=STOP, act="wait")
-    run = prefect.submit(DEPLOYMENT, PARAMETERS, steps.env)
-    steps.wait_reached()
+    run, steps = waiting_at_the_stop(lab, prefect, tmp_path)
     with lab.cut():
         steps.go()
         holds.expire(lab)
