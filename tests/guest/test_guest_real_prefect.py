@@ -77,7 +77,7 @@ def waiting_at_the_stop(lab: Lab, prefect: Prefect, tmp_path: Path) -> tuple[UUI
 def test_a_run_cancelled_at_a_step_puts_all_back(
     lab: Lab, prefect: Prefect, tmp_path: Path
 ) -> None:
-    run, steps = waiting_at_the_stop(lab, prefect, tmp_path)
+    run, _ = waiting_at_the_stop(lab, prefect, tmp_path)
     assert holds.start(lab, UNIT) == (1, "inactive")
     prefect.cancel(run)
     assert prefect.wait(run).type == StateType.CANCELLED
