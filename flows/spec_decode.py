@@ -78,7 +78,7 @@ def spec_decode_retune(
             report = _tune(tuning)
         except BaseException as error:
             if tuning.visits:
-                show_tuning(tuning.broken(type(error).__name__), plan)
+                show_tuning(tuning.broken(error), plan)
             raise
     show_tuning(report, plan)
     return report

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from gpu_reclaim.deciding import next_visit
+from gpu_reclaim.errors import GpuReclaimError
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.preflight import Preflight, ladder_s
 from gpu_reclaim.standings import decision, results
@@ -125,8 +126,11 @@ class Tuning:
             remedy = "see why it starts at one time and not at another, before it is used"
         return self._report("found", said, proof=proof, remedy=remedy)
 
-    def broken(self, why: str) -> TuningReport:
+    def broken(self, error: BaseException) -> TuningReport:
         """The report of one that an error ended: what was measured until then."""
+        # Only of our own errors it is known that they tell no secret.
+        ours = f": {error.message}" if isinstance(error, GpuReclaimError) else ""
+        why = f"{type(error).__name__}{ours}"
         return self._report("unfinished", f"It was ended by an error: {why}", remedy=GO_ON)
 
     def _report(self, outcome: TuningOutcome, summary: str, **more: str) -> TuningReport:

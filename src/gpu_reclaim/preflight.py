@@ -206,7 +206,7 @@ def _serving(session: Session, server: Server) -> Mapping[str, Any]:
 
 
 def _unit(session: Session, unit: str) -> serverunit.Unit:
-    body = serverunit.show_server(unit)
+    body = serverunit.show_server(unit, session.places)
     # Its answer holds the command line, so it is never shown.
     script = Script("read its command line", {"unit": body}, together=True)
     return serverunit.parse_server(session.links.run(script).section("unit"), unit)
@@ -235,7 +235,8 @@ def _command(session: Session, server: Server, plan: SpecDecodePlan) -> ServerCo
     Raises:
         BadInput: A drop-in of ours would not be what systemd goes by, or would tell a secret.
     """
-    command = locate(_unit(session, server.unit))
+    unit = _unit(session, server.unit)
+    command = locate(unit)
     name = command.file.rpartition("/")[2]
     if name.endswith(".conf") and name > TUNED_FILE:
         raise BadInput(
@@ -248,6 +249,11 @@ def _command(session: Session, server: Server, plan: SpecDecodePlan) -> ServerCo
         raise BadInput(
             f"{session.host}: {command.file} is there, and would hide a winner's file in /run",
             remedy="keep the winner after a reboot too (persist)",
+        )
+    if applies and plan.persist and unit.fixed:
+        raise BadInput(
+            f"{session.host}: /etc/systemd/system cannot be written to, so no winner could be kept",
+            remedy="use persist = false (until a reboot) or apply = never",
         )
     if applies and command.from_process and hides_secrets(command.flags):
         raise BadInput(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gpu_reclaim.commands import Section
 from gpu_reclaim.errors import BadAnswer
+from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.systemd import unit_name
 
 PROPERTIES = ("LoadState", "FragmentPath", "DropInPaths", "MainPID", "NeedDaemonReload")
@@ -22,6 +23,7 @@ class Unit:
         text: What `systemctl cat` printed.
         argv: Command line of the main process; empty where none runs.
         exe: Its executable.
+        fixed: No drop-in can be written to /etc, as where it is part of a read-only image.
     """
 
     name: str
@@ -29,18 +31,20 @@ class Unit:
     text: str = field(repr=False)
     argv: tuple[str, ...] = field(default=(), repr=False)
     exe: str = ""
+    fixed: bool = False
 
 
-def show_server(unit: str) -> str:
+def show_server(unit: str, places: Places = HOST) -> str:
     """Shell text that prints all that `locate` needs; neither environment nor its files are read.
 
     What it prints may hold secrets: run it in a script with `together`, whose output is never
     shown.
     """
-    name = shlex.quote(unit_name(unit))
+    name, folder = shlex.quote(unit_name(unit)), shlex.quote(f"{places.etc}/systemd/system")
     return f"""shown=$(systemctl show --no-pager -p {",".join(PROPERTIES)} -- {name}) || exit 1
 printf '%s\\n' "$shown" | sed 's/^/show /'
 systemctl cat --no-pager -- {name} | sed 's/^/file /'
+[ -w {folder} ] || echo 'fixed yes'
 pid=$(printf '%s\\n' "$shown" | sed -n 's/^MainPID=//p')
 case $pid in ''|0) exit 0;; esac
 # In hexadecimal, so that newlines and bytes that are no text survive.
@@ -69,4 +73,6 @@ def parse_server(section: Section, unit: str) -> Unit:
         raise BadAnswer(f"{unit}: its main process's command line could not be read") from None
     argv = bytes_.decode("utf-8", "surrogateescape").removesuffix("\0").split("\0")
     exe = section.value("exe").removesuffix(" (deleted)")
-    return Unit(unit, properties, "\n".join(lines), tuple(argv) if bytes_ else (), exe)
+    words = tuple(argv) if bytes_ else ()
+    fixed = section.value("fixed") == "yes"
+    return Unit(unit, properties, "\n".join(lines), words, exe, fixed)

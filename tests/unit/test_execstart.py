@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gpu_reclaim.commands import Section
 from gpu_reclaim.errors import BadAnswer, BadInput
 from gpu_reclaim.execstart import locate
+from gpu_reclaim.lease import places_in
 from gpu_reclaim.servercommand import ServerCommand, drop_in, hides_secrets
 from gpu_reclaim.serverunit import Unit, parse_server, show_server
 from gpu_reclaim.shellwords import shell_words
@@ -683,6 +684,17 @@ def test_a_unit_without_a_main_process_has_no_command_line() -> None:
     found = parse_server(here({"x": show_server("sglang")}).section("x"), "sglang.service")
 
     assert (found.argv, found.exe) == ((), "")
+
+
+@pytest.mark.usefixtures("systemctl")
+def test_whether_a_drop_in_can_be_written_is_seen(tmp_path: Path) -> None:
+    """Root may write to everything but a read-only file system, and to what is not there."""
+    places = places_in(str(tmp_path))
+    section = here({"x": show_server("sglang", places)}).section("x")
+    assert parse_server(section, "sglang.service").fixed
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    section = here({"x": show_server("sglang", places)}).section("x")
+    assert not parse_server(section, "sglang.service").fixed
 
 
 @pytest.mark.usefixtures("systemctl")

@@ -201,6 +201,14 @@ def test_an_earlier_winner_would_hide_one_until_a_reboot() -> None:
     assert found(told).command.file == there
 
 
+def test_where_etc_cannot_be_written_to_nothing_is_measured_in_vain() -> None:
+    told = {"read its command line": shown(FLAGS, fixed=True)}
+    with pytest.raises(BadInput, match="/etc/systemd/system cannot be written to"):
+        found(told)
+    for change in ({"persist": False}, {"apply": "never"}, {"mode": "plan"}):
+        assert found(told, PLAN.model_copy(update=change)).current
+
+
 def test_the_units_own_name_is_used() -> None:
     host = TunedHost(units={UNIT: Unit(names="llm.service")})
     made = scene(host, units=["sglang"])

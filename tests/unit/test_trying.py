@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from unit.held_host import HeldHost
+from unit.shells import stub
 
 UNIT = "sglang.service"
 OTHER = "embed.service"
@@ -234,4 +235,18 @@ def test_what_systemd_does_not_reload_is_not_started(host: HeldHost) -> None:
     assert host.state(UNIT) == "inactive"
     (host.home / "stale").unlink()
     assert host.restore() == ("done", {UNIT: "started", OTHER: "started"})
+    assert host.traces == []
+
+
+def test_a_trial_that_does_not_stop_is_told_and_not_taken_for_the_unit(host: HeldHost) -> None:
+    """It runs with flags that are not its own; once it does stop, the unit comes back."""
+    stub(host.tools, "sleep", ":")
+    host.begin(UNIT, TEXT)
+    deaf = host.home / f"{UNIT}.deaf"
+    deaf.touch()
+    assert host.restore() == ("failed", {UNIT: "failed", OTHER: "started"})
+    assert host.drop_ins(UNIT) == []
+    assert host.places_of("gpu-reclaim/trials").read_text() == f"{UNIT}\n"
+    deaf.unlink()
+    assert host.restore() == ("done", {UNIT: "started"})
     assert host.traces == []

@@ -151,7 +151,9 @@ def benched(record: Mapping[str, object] | None = None, code: int = 0, said: str
     return {"bench": "\n".join([*lines, "at 2026-11-30 13:05:59"])}
 
 
-def shown(flags: Sequence[str] = FLAGS, reload: str = "no", drop_in: str = "") -> Answer:
+def shown(
+    flags: Sequence[str] = FLAGS, reload: str = "no", drop_in: str = "", *, fixed: bool = False
+) -> Answer:
     """What is printed about the unit, its file and its main process.
 
     With a drop-in, its command is there; the unit's own is another one.
@@ -164,6 +166,7 @@ def shown(flags: Sequence[str] = FLAGS, reload: str = "no", drop_in: str = "") -
     lines += [f"file # {FILE}", "file [Service]", "file ExecStart=/other" if drop_in else command]
     if drop_in:
         lines += ["file ", f"file # {drop_in}", "file [Service]", "file ExecStart=", command]
+    lines += ["fixed yes"] if fixed else []
     return {"unit": "\n".join([*lines, f"argv {argv}", "exe /opt/sglang/bin/python"])}
 
 
