@@ -47,7 +47,7 @@ def plan(*numbers: int, **changes: Any) -> SpecDecodePlan:
     return SpecDecodePlan(**(values | changes))
 
 
-def save(lab: Lab, unit: str = TUNED, **changes: Any) -> None:
+def save(lab: Lab, unit: str = TUNED, /, **changes: Any) -> None:
     """The host "tuned" and the server "llm" on it, as a user would save them."""
     ways.save_host(lab, "tuned", units=[unit])
     values: dict[str, Any] = {
