@@ -57,6 +57,8 @@ PACKAGES = (
     "urllib3==2.5.0",
     "yarl==1.22.0",
 )
+MOE_LOADER = "sglang/srt/layers/moe/fused_moe_triton/fused_moe_triton_config.py"
+MOE_CONFIGS = "sglang/srt/layers/moe/fused_moe_triton/configs"
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
 # The benchmark imports one function for data sets that are fetched, which nobody does here; the
 # package behind it brings pyarrow and pandas, three times the size of all others.
@@ -77,7 +79,8 @@ def bench_site(version: str = GUEST_VERSION) -> Path:
         version: Of the Python that will run it, for example "3.11".
 
     Returns:
-        A folder with `site-packages` and `bench_serving.py`, not to be changed.
+        A folder with `site-packages`, `bench_serving.py`, `MOE_LOADER` and `MOE_CONFIGS`, not to
+        be changed.
 
     Raises:
         LabError: A package cannot be had; the end of pip's output is in the message.
@@ -153,7 +156,10 @@ def _locked() -> Iterator[None]:
 
 def _key(version: str) -> str:
     listed = "\n".join(
-        (version, SGLANG, *PACKAGES, *PLATFORMS, *sorted(_MODELS), *_FILES, *_FILES.values())
+        (
+            *(version, SGLANG, *PACKAGES, *PLATFORMS, *sorted(_MODELS), *_FILES, *_FILES.values()),
+            *(MOE_LOADER, MOE_CONFIGS),
+        )
     )
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
@@ -172,8 +178,10 @@ def _build(place: Path, version: str) -> None:
             (packages / name).write_text(text)
         _pip("download", "--dest", scratch, SGLANG)
         (wheel,) = Path(scratch).glob("sglang-*.whl")
-        content = zipfile.ZipFile(wheel).read("sglang/bench_serving.py")
-        (partial / "bench_serving.py").write_bytes(content)
+        with zipfile.ZipFile(wheel) as opened:
+            (partial / "bench_serving.py").write_bytes(opened.read("sglang/bench_serving.py"))
+            names = [x for x in opened.namelist() if x.startswith((MOE_LOADER, MOE_CONFIGS))]
+            opened.extractall(partial, names)
         partial.rename(place)
 
 
