@@ -23,6 +23,7 @@ from gpu_reclaim.moeconfigs import (
     parse_table,
     text_of,
 )
+from gpu_reclaim.moelog import Lookup, lookups
 from lab.bench_site import MOE_CONFIGS, MOE_LOADER, bench_site
 
 TRITON = "3.6.0"
@@ -91,7 +92,7 @@ def test_it_asks_for_the_file_of_our_name(site: Path, name: ConfigName) -> None:
     found = load(site, name, device=name.device.replace("_", " "))
     path = f"{site / MOE_CONFIGS}/triton_3_6_0/{name}"
     assert found["said"][0].startswith("WARNING Using default MoE kernel config.")
-    assert f"not found at {path}, you can" in found["said"][0]
+    assert lookups(found["said"]) == [Lookup("none", path, "", name)]
 
 
 def test_of_our_overlay_it_uses_the_rows_that_we_say(site: Path, tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_of_our_overlay_it_uses_the_rows_that_we_say(site: Path, tmp_path: Path)
 
     found = load(site, NAME, tmp_path)
     assert found["said"] == [f"INFO Using MoE kernel config from {overlay}/triton_3_6_0/{NAME}."]
+    assert lookups(found["said"])[0].found == "own"
     assert found["rows"] == [chosen(table, tokens) for tokens in ASKED]
     # A prefill is served as before, however few tokens were tuned for.
     assert found["rows"][-1] == before[4096]
@@ -116,6 +118,10 @@ def test_of_our_overlay_it_uses_the_rows_that_we_say(site: Path, tmp_path: Path)
     assert name is not None
     shipped = load(site, name, tmp_path, device=name.device.replace("_", " "), triton="3.4.0")
     assert shipped["said"] == [f"INFO Using MoE kernel config from {other}."]
+
+    newer = load(site, name, tmp_path, device=name.device.replace("_", " "))
+    wanted = f"{overlay}/triton_3_6_0/{name}"
+    assert lookups(newer["said"]) == [Lookup("other", wanted, str(other), name)]
 
 
 def test_a_folder_with_our_file_alone_would_hide_all_others(site: Path, tmp_path: Path) -> None:
