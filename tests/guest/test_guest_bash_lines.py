@@ -12,10 +12,13 @@ from lab.waiting import wait_until
 
 pytestmark = pytest.mark.lab
 
+STOPPED_FIRST = pytest.mark.parametrize(
+    "stop_unit", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 WORKERS = [f"sglang::scheduler_TP{rank}" for rank in range(4)]
 
 
-@pytest.mark.parametrize("stop_unit", [False, True])
+@STOPPED_FIRST
 def test_lines_end_the_innocent(lab: Lab, stop_unit: bool) -> None:
     lab.start_server()
     assert len(witness.innocents(lab)) == 2
@@ -47,7 +50,7 @@ def test_lines_with_a_stop_leave_a_worker(lab: Lab) -> None:
     assert lab.server_pids() == {"sglang::detokenizer": before["sglang::detokenizer"]}
 
 
-@pytest.mark.parametrize("stop_unit", [False, True])
+@STOPPED_FIRST
 def test_lines_hide_a_missing_fuser(lab: Lab, stop_unit: bool) -> None:
     before = lab.start_server()
     lab.hide("/usr/bin/fuser")

@@ -20,6 +20,11 @@ from lab.shell import run
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("prefect_server", "stand_in_devices")]
 
+EACH_WAY = pytest.mark.parametrize(
+    "via",
+    ["auto", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("ssh", "hypervisor"))],
+)
+
 
 @pytest.fixture
 def server(lab: Lab) -> Iterator[dict[str, int]]:
@@ -98,10 +103,16 @@ def test_impossible_unit_name(lab: Lab) -> None:
     [
         ({"settle_timeout_s": -1}, "settle_timeout_s"),
         ({"match": ["("]}, "is no regular expression"),
-        ({"match": [""]}, "would match every process"),
-        ({"via": "telnet"}, "via"),
-        ({"grace": 3}, "grace"),
-        ({"gpus": [-1]}, "gpus"),
+        # A test of the library has each of these; here it is the way through the flow.
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in (
+                ({"match": [""]}, "would match every process"),
+                ({"via": "telnet"}, "via"),
+                ({"grace": 3}, "grace"),
+                ({"gpus": [-1]}, "gpus"),
+            )
+        ),
     ],
 )
 def test_impossible_policy(lab: Lab, policy: dict[str, Any], word: str) -> None:
@@ -136,7 +147,7 @@ def refused_flow(policy: ReclaimPolicy | None = None) -> GpusNotReclaimed:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("via", ["ssh", "hypervisor", "auto"])
+@EACH_WAY
 def test_wrong_key(lab: Lab, tmp_path: Path, via: Any) -> None:
     key = str(tmp_path / "stranger")
     run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key])
@@ -150,7 +161,7 @@ def test_wrong_key(lab: Lab, tmp_path: Path, via: Any) -> None:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("via", ["ssh", "hypervisor", "auto"])
+@EACH_WAY
 def test_unknown_host_key(lab: Lab, via: Any) -> None:
     swapped = ways.guest_block(lab, node_ssh=ways.node_access(lab, host_key=lab.guest_host_key))
     access = ways.ssh_access(lab, host_key=lab.node_host_key)

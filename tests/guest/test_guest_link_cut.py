@@ -17,7 +17,8 @@ from lab.waiting import wait_until
 pytestmark = pytest.mark.lab
 
 Sessions = Callable[[Lab], list[Process]]
-WAYS = [("ssh", cutting.guest_sessions), ("hypervisor", cutting.node_sessions)]
+SSH, NODE = ("ssh", cutting.guest_sessions), ("hypervisor", cutting.node_sessions)
+WAYS = [SSH, NODE]
 
 
 @pytest.fixture
@@ -26,7 +27,9 @@ def flow_host(lab: Lab, prefect_server: None, stand_in_devices: None) -> None:
 
 
 @pytest.mark.usefixtures("flow_host")
-@pytest.mark.parametrize(("via", "sessions"), WAYS)
+@pytest.mark.parametrize(
+    ("via", "sessions"), [SSH, pytest.param(*NODE, marks=pytest.mark.exhaustive)]
+)
 def test_flow_tries_again_and_ends_nobody_twice(lab: Lab, via: Via, sessions: Sessions) -> None:
     deaf = lab.hold("--gpus", "0", "--ignore-term", "--catch", cutting.CAUGHT)
     plain = lab.hold("--gpus", "1", unit="lab-hold-plain.scope")
@@ -45,7 +48,9 @@ def test_flow_tries_again_and_ends_nobody_twice(lab: Lab, via: Via, sessions: Se
 
 
 @pytest.mark.usefixtures("flow_host")
-@pytest.mark.parametrize(("via", "sessions"), WAYS)
+@pytest.mark.parametrize(
+    ("via", "sessions"), [NODE, pytest.param(*SSH, marks=pytest.mark.exhaustive)]
+)
 def test_stop_cut_short_is_finished(lab: Lab, via: Via, sessions: Sessions) -> None:
     stubborn = f"{HOLDER} --gpus 0 --mib 1500 --ignore-term --catch {cutting.CAUGHT}"
     units.add(lab, "lab-model.service", Service=[f"ExecStart={stubborn}", "TimeoutStopSec=4"])

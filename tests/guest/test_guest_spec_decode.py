@@ -53,9 +53,8 @@ def test_the_best_setting_is_found_applied_and_proven(lab: Lab) -> None:
     """Others die, hang, lie, or are quick and wrong: each is told, and none of them wins."""
     tunings.save(lab)
     tunings.serve(lab, speed={NOW: 1.0, BEST: 1.6, "off": 0.5, "NEXTN 4/1/5": 3})
-    faults = {"NEXTN 3/1/4": "out of memory", "NEXTN 4/1/5": "garbage", "NEXTN 5/1/6": "half fail"}
-    lab.smi("faults.json", json.dumps(faults))
-    report = tuned(lab, 2, 3, 4, 5)
+    lab.smi("faults.json", json.dumps({"NEXTN 3/1/4": "out of memory", "NEXTN 4/1/5": "garbage"}))
+    report = tuned(lab, 2, 3, 4, levels=[8])
     assert (report.outcome, report.winner, report.current) == ("replaced", BEST, NOW)
     assert tunings.asked_for(lab) == WINNER
     assert tunings.drop_ins(lab) == [FILE]
@@ -65,13 +64,11 @@ def test_the_best_setting_is_found_applied_and_proven(lab: Lab) -> None:
     assert found["NEXTN 3/1/4"].state == "failed"
     assert "out of memory at start" in found["NEXTN 3/1/4"].why
     assert found["NEXTN 4/1/5"].state == "rejected"
-    assert found["NEXTN 5/1/6"].state == "failed"
-    assert "HTTP 500" in found["NEXTN 5/1/6"].why
     assert found["off"].state == "worse"
     gain = found[BEST].gain_pct
     assert gain is not None
     assert 45 < gain < 75
-    assert [level.accept_length for level in found[BEST].levels] == pytest.approx([2.44] * 2, 0.1)
+    assert [level.accept_length for level in found[BEST].levels] == pytest.approx([2.44], 0.1)
     words = next(visit.detail for visit in report.visits if visit.arm == "NEXTN 3/1/4")
     assert "OutOfMemoryError" in words
     # A restart is all that it takes to see that it is no matter of this run alone.
@@ -118,6 +115,7 @@ KINDS = {
     "NEXTN 6/1/7": ("wrong flags", "other arguments"),
     "NEXTN 7/1/8": ("hangs after 20 requests", "did not end within"),
     "NEXTN 8/1/9": ("leaves workers", ""),
+    "NEXTN 9/1/10": ("half fail", "HTTP 500"),
 }
 
 
@@ -128,7 +126,7 @@ def test_every_kind_of_failure_is_an_observation(lab: Lab, monkeypatch: pytest.M
     tunings.save(lab)
     tunings.serve(lab, speed={NOW: 1.0, BEST: 1.6, "off": 0.5, "NEXTN 8/1/9": 0.5})
     lab.smi("faults.json", json.dumps({arm: fault for arm, (fault, _) in KINDS.items()}))
-    report = tuned(lab, *range(2, 9), apply="never", measure_timeout_s=15)
+    report = tuned(lab, *range(2, 10), apply="never", measure_timeout_s=15)
     assert (report.outcome, report.winner) == ("found", BEST)
     assert "apply = if_better" in report.remedy
     found = arms(report)
@@ -182,10 +180,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ("block", "words"),
     [
         # Saving a block takes ten seconds; all of these are refused in the unit tests too.
-        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in REFUSED),
+        *REFUSED,
         ({"python": "/usr/bin/python3"}, "cannot run sglang's benchmark"),
     ],
 )
+@pytest.mark.exhaustive
 def test_what_cannot_be_tuned_is_refused_before_anything_is_stopped(
     lab: Lab, block: dict[str, Any], words: str
 ) -> None:

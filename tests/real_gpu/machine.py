@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,14 @@ class Machine:
 
     def holders(self) -> list[int]:
         """Pids of all that have a stand-in node open."""
-        found = set()
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                if str(link.readlink()).startswith(f"{self.folder}/dev/nvidia"):
-                    found.add(int(link.parts[2]))
-            except OSError:
-                continue
+        found, nodes = set(), f"{self.folder}/dev/nvidia"
+        for process in Path("/proc").glob("[0-9]*"):
+            # It, or what it has open, may be gone since.
+            with suppress(OSError):
+                for link in os.listdir(process / "fd"):
+                    with suppress(OSError):
+                        if os.readlink(process / "fd" / link).startswith(nodes):
+                            found.add(int(process.name))
         return sorted(found)
 
 
