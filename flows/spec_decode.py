@@ -86,7 +86,7 @@ def spec_decode_retune(
 
 def _tune(tuning: Tuning) -> TuningReport:
     plan, host, current = tuning.plan, tuning.host, tuning.before.current
-    not_kept, applied = "", False
+    not_kept = ""
     if tuning.turn is not None or (tuning.winner != current and plan.apply == "if_better"):
         with exclusive_gpus(host, tuning.policy, server=tuning.server):
             if not plan.fresh:
@@ -98,9 +98,9 @@ def _tune(tuning: Tuning) -> TuningReport:
             if tuning.winner != current and plan.apply == "if_better":
                 _free(tuning, free=free)
                 not_kept = apply_setting(host, tuning.before, tuning.winner, lasting=plan.persist)
-                applied = not not_kept
-    proof = prove_in_force(host, tuning.before, tuning.winner if applied else current)
-    return tuning.report(applied=applied, not_kept=not_kept, proof=proof)
+                tuning.applied = not not_kept
+    proof = prove_in_force(host, tuning.before, tuning.winner if tuning.applied else current)
+    return tuning.report(not_kept=not_kept, proof=proof)
 
 
 def _measure(tuning: Tuning) -> bool:

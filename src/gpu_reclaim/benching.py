@@ -42,6 +42,9 @@ NEEDED = (
 HELP_S = 120
 """Longest time for `--help`, in seconds: newer releases import torch first."""
 
+OFFLINE = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1"
+"""What the client runs with: nothing is fetched while a server is on trial."""
+
 SEED = 1
 """Always given: its default differs between releases."""
 
@@ -144,7 +147,7 @@ def run(python: str, tool: Tool, load: Load) -> str:
     lines = [
         f"umask 077; mkdir -p {folder} && cd {folder} || exit 1",
         f'file={shlex.quote(load.name)}; rm -f "$file.jsonl"',
-        "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 no_proxy='*' NO_PROXY='*'",
+        f"{OFFLINE} no_proxy='*' NO_PROXY='*'",
         # The client reads it from its environment, so it is in no command line.
         f"export OPENAI_API_KEY={shlex.quote(load.api_key)}" if load.api_key else "",
         f'{shlex.join([*STAGE_COMMAND, *limit, *argv])} >"$file.log" 2>&1; echo "exit $?"',

@@ -20,6 +20,8 @@ memory that settles."""
 
 GO_ON = "run it again: what was measured is on record, and it goes on from there"
 
+SEE_WHY = "see its failures below and the folder with the benchmark's records; then run it again"
+
 
 @dataclass
 class Tuning:
@@ -34,6 +36,7 @@ class Tuning:
         visits: All so far, an earlier run's first.
         answers: The present setting's greedy answers; none yet: empty.
         resumed: So many visits are an earlier run's.
+        applied: The winner's drop-in is in place.
     """
 
     server: str
@@ -44,6 +47,7 @@ class Tuning:
     visits: list[Visit] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     resumed: int = 0
+    applied: bool = False
     _began: float = field(default_factory=time.monotonic)
 
     @property
@@ -86,7 +90,9 @@ class Tuning:
         return RECLAIM_S + (fmean(took) if took else guess)
 
     def resume(self, visits: list[Visit], answers: list[str]) -> None:
-        """Go on from what an earlier run has put on record."""
+        """Go on from what an earlier run has put on record, unless that came to nothing."""
+        if decision(self.arms, visits, self.plan).broken:
+            visits, answers = [], []
         self.visits, self.answers, self.resumed = visits, answers, len(visits)
 
     def progress(self, turn: tuple[str, int]) -> tuple[int, int, str, float]:
@@ -102,11 +108,10 @@ class Tuning:
             f"{len(self.arms)} settings would be tried, in {self.most_minutes:.0f} min at most",
         )
 
-    def report(self, *, applied: bool, not_kept: str, proof: str) -> TuningReport:
+    def report(self, *, not_kept: str, proof: str) -> TuningReport:
         """The report of a tuning that ran to its end.
 
         Args:
-            applied: The winner is in force.
             not_kept: Why it is not, although it should be.
             proof: What shows which setting is in force.
         """
@@ -115,11 +120,12 @@ class Tuning:
         if not found.final:
             said = f"Its time was over before it was decided. So far: {said}"
             return self._report("unfinished", said, proof=proof, remedy=GO_ON)
+        if found.broken:
+            return self._report("unfinished", said, proof=proof, remedy=SEE_WHY)
         if self.winner == self.before.current:
             return self._report("kept", said, proof=proof)
-        if applied:
-            place = self.before.tuned_file(lasting=self.plan.persist)
-            return self._report("replaced", said, proof=proof, drop_in=place)
+        if self.applied:
+            return self._report("replaced", said, proof=proof, drop_in=self._place)
         remedy = f"run it again with apply = if_better to use {self.winner}"
         if not_kept:
             said = f"{said} It was not kept, for at its last start: {not_kept}"
@@ -131,7 +137,19 @@ class Tuning:
         # Only of our own errors it is known that they tell no secret.
         ours = f": {error.message}" if isinstance(error, GpuReclaimError) else ""
         why = f"{type(error).__name__}{ours}"
-        return self._report("unfinished", f"It was ended by an error: {why}", remedy=GO_ON)
+        said, remedy = f"It was ended by an error: {why}", GO_ON
+        if not self.applied:
+            return self._report("unfinished", said, remedy=remedy)
+        unit, place = self.before.server.unit, self._place
+        remedy = (
+            f"{self.winner} is the setting of {unit} now. See why it does not serve with it; or "
+        )
+        remedy += f"undo it: rm {place}; systemctl daemon-reload; systemctl restart {unit}"
+        return self._report("unfinished", said, remedy=remedy, drop_in=place)
+
+    @property
+    def _place(self) -> str:
+        return self.before.tuned_file(lasting=self.plan.persist)
 
     def _report(self, outcome: TuningOutcome, summary: str, **more: str) -> TuningReport:
         return TuningReport.model_validate(

@@ -205,9 +205,9 @@ def _wrapped(unit: Unit, command: ExecCommand, real: list[str]) -> ServerCommand
     raise _refused(
         unit,
         command,
-        f"starts SGLang by a script or a shell that sets flags itself{_script(command.words)}",
-        'give all flags in ExecStart= (the script passes them on by "$@"), or start SGLang '
-        "there without a script",
+        f"starts SGLang by a script, or by a shell with several commands{_script(command.words)}",
+        "start the interpreter itself there (`/opt/venv/bin/python -m sglang.launch_server "
+        'FLAGS`), or give all flags in ExecStart= where a script passes them on by "$@"',
     )
 
 

@@ -13,7 +13,7 @@ from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.execstart import locate
 from gpu_reclaim.lease import TUNED_FILE
-from gpu_reclaim.prompts import look_at_prompts
+from gpu_reclaim.prompts import look_at_prompts, look_at_tokenizer
 from gpu_reclaim.servercommand import ServerCommand, drop_in, hides_secrets
 from gpu_reclaim.serving import Server, ask_health
 from gpu_reclaim.session import Session, look
@@ -30,6 +30,22 @@ ONE_STREAM_TOK_S, STREAMS_POWER = 122, 0.61
 6000 made 122 at one request and 1566 at 64."""
 
 _EFFECTIVE = "effective_max_running_requests_per_dp"
+
+RESOLVED = (
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("sampling_backend", "grammar_backend", "moe_runner_backend", "moe_a2a_backend"),
+    *("dtype", "quantization", "kv_cache_dtype", "load_format", "revision", "tokenizer_path"),
+    *("tp_size", "dp_size", "pp_size", "ep_size", "enable_dp_attention", "page_size"),
+    *("mem_fraction_static", "context_length", "chunked_prefill_size", "max_prefill_tokens"),
+    *("schedule_policy", "schedule_conservativeness", "cuda_graph_max_bs", "disable_cuda_graph"),
+    *("disable_radix_cache", "disable_overlap_schedule", "enable_torch_compile"),
+    *("speculative_draft_model_path", "speculative_attention_mode"),
+)
+"""What of /server_info says how quick a server is, wherever it was set: in a flag, a configuration
+file, the environment, or by the server itself. The rest differs from start to start (a random seed,
+ports), or is tried."""
+
+Scalar = str | int | float | bool
 
 START_S = 300
 """A start is guessed to take so long, in seconds, where the server does not say how long its last
@@ -145,6 +161,7 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
             f"{session.host}: the server does not say where its model is",
             remedy="set model_path in the LlmServer block",
         )
+    look_at_tokenizer(session, server, model)
     prompts = look_at_prompts(session, server, max(requests_at(plan, x) for x in plan.levels))
     running = plan.max_running_requests or _running(session, info)
     parts = {
@@ -162,6 +179,7 @@ def preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Preflig
                 )
             }
         ),
+        "resolved": {x: info[x] for x in RESOLVED if isinstance(info.get(x), Scalar)},
         "running": running,
         "gpus": gpus,
         # Visits are compared with those of the present setting in the same round.
@@ -269,7 +287,9 @@ def _running(session: Session, info: Mapping[str, Any]) -> int:
     states = info.get("internal_states")
     state = states[0] if isinstance(states, list) and states else {}
     per_rank = state.get(_EFFECTIVE) if isinstance(state, dict) else None
-    found = _number(info.get("max_running_requests")) or _number(per_rank)
+    # The flag is divided among the ranks of DP attention alone (`max_running_requests // dp_size`).
+    ranks = (_number(info.get("dp_size")) or 1) if info.get("enable_dp_attention") else 1
+    found = _number(info.get("max_running_requests")) or ranks * _number(per_rank)
     if not found:
         raise BadInput(
             f"{session.host}: the server does not say how many requests it works at",

@@ -1,9 +1,10 @@
-"""The file on the host with the prompts that a benchmark sends."""
+"""What a benchmark needs on the host: the file with its prompts, and the model's tokenizer."""
 
 from __future__ import annotations
 
 import shlex
 
+from gpu_reclaim.benching import HELP_S, OFFLINE
 from gpu_reclaim.commands import Script, printable
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.serving import Server, no_interpreter
@@ -20,12 +21,25 @@ try:
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     talks = [row.get("conversations", row.get("conversation", [])) for row in rows]
     heads = [talk[:2] for talk in talks if len(talk) >= 2]
-    texts = [turn.get("content", turn.get("value")) for head in heads for turn in head]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [[turn.get("content", turn.get("value")) for turn in head] for head in heads]
+    if not all(isinstance(text, str) for pair in texts for text in pair):
         raise TypeError
-    print("prompts", len(heads))
+    # Prompts and answers of fewer than two tokens are passed over; two words have two at least.
+    long = [all(len(text.split()) > 1 or len(text) > 15 for text in pair) for pair in texts]
+    print("prompts", sum(long))
 except (AttributeError, LookupError, TypeError):
     print("why it is no list of conversations")
+except Exception as error:
+    print("why", (str(error) or type(error).__name__).split(chr(10))[0])
+"""
+
+_LOAD = """
+import sys
+try:
+    from transformers import AutoTokenizer
+    # As the benchmark does it.
+    AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+    print("loads yes")
 except Exception as error:
     print("why", (str(error) or type(error).__name__).split(chr(10))[0])
 """
@@ -64,8 +78,33 @@ def look_at_prompts(session: Session, server: Server, needed: int) -> str:
         )
     if int(count) < needed:
         raise BadInput(
-            f"{session.host}: {server.dataset_path} has {count} conversations, and the highest "
-            f"concurrency needs {needed} requests",
+            f"{session.host}: {server.dataset_path} has {count} conversations of more than a word, "
+            f"and the highest concurrency needs {needed} requests",
             remedy="take fewer requests per stream, lower concurrencies, or a longer file",
         )
     return " ".join(section.value("sum").split()[:2])
+
+
+def look_at_tokenizer(session: Session, server: Server, model: str) -> None:
+    """Look whether the benchmark finds the tokenizer: as root, offline, without the unit's HOME.
+
+    Raises:
+        BadInput: It will not.
+        BadAnswer: The server's interpreter cannot be run on the host.
+        TransportError: As `Transport.run`.
+    """
+    load = f"timeout -k 5 {HELP_S} {shlex.quote(server.python)} - {shlex.quote(model)}"
+    body = f"{OFFLINE}\n{load} <<'@gr-python'{_LOAD}@gr-python\n"
+    script = Script("load the tokenizer", {"tokenizer": body}, timeout_s=HELP_S + 30)
+    result = session.links.run(script)
+    section = result.section("tokenizer")
+    why = section.value("why")
+    if section.value("loads") != "yes" and not why:
+        raise no_interpreter(session, server, result)
+    if why:
+        raise BadInput(
+            f"{session.host}: the benchmark cannot load the tokenizer of {model}: "
+            f"{printable(why, limit=300)}",
+            remedy="set model_path in the LlmServer block to a folder on the host with the "
+            "model's tokenizer, which root can read",
+        )

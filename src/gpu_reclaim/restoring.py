@@ -69,9 +69,11 @@ hold_back() {
 end_trials() {
   [ -e "$RUN/trials" ] || return 0
   for name in $(cat "$RUN/trials"); do drop "$UNITS/$name.d/$TRIAL"; done
-  for name in $(cat "$RUN/trials"); do undo_keep "$name"; done
+  for name in $(cat "$RUN/trials"); do undo_keep "$name" || unkept="$unkept $name "; done
   systemctl daemon-reload
   for name in $(cat "$RUN/trials"); do
+    # It would only come back with the same flags.
+    case "$unkept" in *" $name "*) continue;; esac
     timeout -k 1 @LIMIT@ systemctl --no-ask-password stop -- "$name"
     # Its workers may be spared by a stop, and are all of the trial.
     case "$(state "$name" ControlGroup)" in "") ;; *) systemctl kill -s KILL -- "$name";; esac
@@ -79,17 +81,23 @@ end_trials() {
     while is_up "$name" && [ "$tries" -lt 50 ]; do sleep 0.2 || sleep 1; tries=$((tries + 1)); done
     ! is_up "$name" || stuck="$stuck $name "
   done
-  [ -n "$stuck" ] || rm -f "$RUN/trials"
+  [ -n "$stuck$unkept" ] || rm -f "$RUN/trials"
 }
 
 is_up() { case "$(state "$1" ActiveState)" in inactive | failed) return 1;; esac; }
 
-# A keep that did not get to its end leaves no file that was not there before.
+# A keep that did not get to its end leaves no file that was not there before; status 1 where the
+# file cannot be changed, and then what it was before stays at hand for the next try.
 undo_keep() {
   [ -e "$RUN/keeping/$1.path" ] || return 0
   file=$(cat "$RUN/keeping/$1.path") before="$RUN/keeping/$1.before"
-  if [ -e "$before" ]; then mv "$before" "$file"; else drop "$file"; fi
-  rm -f "$file.new" "$RUN/keeping/$1.path"
+  if [ -e "$before" ]; then
+    cp -p "$before" "$file.new" && mv "$file.new" "$file" || { rm -f "$file.new"; return 1; }
+  else
+    drop "$file"
+    [ ! -e "$file" ] || return 1
+  fi
+  rm -f "$file.new" "$before" "$RUN/keeping/$1.path"
 }
 
 let_go() {
@@ -149,6 +157,13 @@ start_it() {
 }
 
 put_back() {
+  case "$unkept" in
+    *" $1 "*)
+      is_up "$1" || start_it "$1"
+      failing="$failing $1 " file=$(cat "$RUN/keeping/$1.path")
+      tell "unit $1 failed it runs with $file, which cannot be taken back"
+      return;;
+  esac
   active=$(state "$1" ActiveState)
   case "$active/$stuck" in
     */*" $1 "*) failing="$failing $1 "; tell "unit $1 failed its trial does not stop"; return;;
@@ -200,7 +215,7 @@ end_stage() {
 
 # All that is on the record, each with a line on what became of it; status 1 when one failed.
 restore_record() {
-  stuck=
+  stuck= unkept=
   end_stage
   end_trials
   let_go

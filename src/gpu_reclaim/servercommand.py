@@ -11,6 +11,8 @@ from gpu_reclaim.unitwords import escaped, quoted
 
 _SECRET = re.compile(r"(key|secret|password|passwd|credentials?|token|auth)(=|$)", re.I)
 _SECRET_FLAGS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
+_FLAGS_OF_THEIR_OWN = ("--ssl-keyfile",)
+"""Each is the beginning of a secret's flag, and names a file."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def hides_secrets(words: Iterable[str]) -> bool:
 
 def _is_secret(name: str) -> bool:
     # argparse takes any beginning of a flag that no other flag has.
+    if name in _FLAGS_OF_THEIR_OWN:
+        return False
     short = len(name) >= len("--ap") and any(flag.startswith(name) for flag in _SECRET_FLAGS)
     return short or bool(_SECRET.search(name))
 

@@ -24,11 +24,13 @@ class Decision:
         arm: Its name; the present one's unless another is clearly better.
         summary: One sentence.
         final: Nothing is left to measure.
+        broken: Why nothing can be compared at all; empty where it can.
     """
 
     arm: str
     summary: str
     final: bool
+    broken: str = ""
 
 
 def decision(arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan) -> Decision:
@@ -43,7 +45,7 @@ def decision(arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan)
     if not race.arms:
         return Decision("", "There is nothing to compare.", final=True)
     best = _best(race)
-    return Decision(best, _summary(race, best), final=not race.pending)
+    return Decision(best, _summary(race, best), final=not race.pending, broken=race.broken)
 
 
 def results(arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan) -> list[ArmResult]:

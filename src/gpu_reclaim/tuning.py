@@ -296,8 +296,8 @@ class ArmResult(BaseModel):
 
 TuningOutcome = Literal["planned", "kept", "found", "replaced", "unfinished"]
 """How a tuning ended: only planned; the present setting is as good as any; a better one was found
-and not applied; it was applied and proven; its time was over, or an error ended it, before it was
-decided."""
+and not applied; it was applied and proven; its time was over, the present setting could not be
+measured, or an error ended it, before it was decided."""
 
 
 class TuningReport(BaseModel):

@@ -259,8 +259,9 @@ def test_the_present_setting_that_fails_twice_leaves_all_as_it_was(
     pretend.faults = {NOW: "breaks"}
     report = tune(2)
 
-    assert (report.outcome, report.winner) == ("kept", NOW)
+    assert (report.outcome, report.winner) == ("unfinished", NOW)
     assert report.summary.startswith("Nothing can be compared")
+    assert "see its failures" in report.remedy
     assert pretend.visits == [NOW, NOW]
     assert all_as_before(pretend)
     assert "## Failures" in page_of("spec-decode-llm")

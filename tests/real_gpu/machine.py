@@ -94,9 +94,9 @@ class Machine:
         for process in Path("/proc").glob("[0-9]*"):
             # It, or what it has open, may be gone since.
             with suppress(OSError):
-                for link in os.listdir(process / "fd"):
+                for link in (process / "fd").iterdir():
                     with suppress(OSError):
-                        if os.readlink(process / "fd" / link).startswith(nodes):
+                        if str(link.readlink()).startswith(nodes):
                             found.add(int(process.name))
         return sorted(found)
 

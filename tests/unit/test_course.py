@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpu_reclaim.course import RECLAIM_S, Tuning
+from gpu_reclaim.course import GO_ON, RECLAIM_S, Tuning
+from gpu_reclaim.errors import NotInForce
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.preflight import ladder_s, requests_at
 from gpu_reclaim.tuning import SpecDecodePlan, Visit
@@ -90,7 +91,7 @@ def test_a_plan_touches_nothing_and_says_how_long() -> None:
 
 
 def test_the_present_setting_is_kept() -> None:
-    found = played().report(applied=False, not_kept="", proof="it says so")
+    found = played().report(not_kept="", proof="it says so")
 
     assert (found.outcome, found.winner, found.current) == ("kept", PRESENT, PRESENT)
     assert (found.remedy, found.drop_in, found.proof) == ("", "", "it says so")
@@ -101,7 +102,8 @@ def test_the_present_setting_is_kept() -> None:
 @pytest.mark.parametrize(("persist", "root"), [(True, "/etc"), (False, "/run")])
 def test_a_better_one_replaces_it(persist: bool, root: str) -> None:
     made = played(1.4, plan=PLAN.model_copy(update={"persist": persist}), resumed=3)
-    found = made.report(applied=True, not_kept="", proof="it says so")
+    made.applied = True
+    found = made.report(not_kept="", proof="it says so")
 
     assert (found.outcome, found.winner, found.remedy) == ("replaced", TWO, "")
     assert found.drop_in == f"{root}/systemd/system/sglang.service.d/zz-gpu-reclaim.conf"
@@ -110,14 +112,14 @@ def test_a_better_one_replaces_it(persist: bool, root: str) -> None:
 
 
 def test_a_better_one_is_found_and_not_used() -> None:
-    found = played(1.4).report(applied=False, not_kept="", proof="it says so")
+    found = played(1.4).report(not_kept="", proof="it says so")
 
     assert (found.outcome, found.winner, found.drop_in) == ("found", TWO, "")
     assert found.remedy == f"run it again with apply = if_better to use {TWO}"
 
 
 def test_a_better_one_that_does_not_start_again_is_not_kept() -> None:
-    found = played(1.4).report(applied=False, not_kept="out of memory at start", proof="x")
+    found = played(1.4).report(not_kept="out of memory at start", proof="x")
 
     assert (found.outcome, found.winner, found.drop_in) == ("found", TWO, "")
     assert found.summary.endswith(" It was not kept, for at its last start: out of memory at start")
@@ -127,15 +129,39 @@ def test_a_better_one_that_does_not_start_again_is_not_kept() -> None:
 def test_a_present_setting_that_cannot_be_measured() -> None:
     failed = [visit(PRESENT, 1, failure="out of memory") for _ in range(2)]
     made = tuning(*failed)
-    found = made.report(applied=False, not_kept="", proof="x")
+    found = made.report(not_kept="", proof="x")
 
     assert made.turn is None
-    assert (found.outcome, found.winner) == ("kept", PRESENT)
+    assert (found.outcome, found.winner) == ("unfinished", PRESENT)
     assert "out of memory" in found.summary
+    assert "see its failures" in found.remedy
+
+
+def test_what_came_to_nothing_is_not_gone_on_with() -> None:
+    """Its cause may be mended since; the record would end the next run before it began."""
+    made = tuning()
+    made.resume([visit(PRESENT, 1, failure="out of memory") for _ in range(2)], ["text"])
+    assert (made.visits, made.answers, made.resumed) == ([], [], 0)
+    assert made.turn == (PRESENT, 1)
+
+
+def test_an_error_after_the_keep_says_what_is_in_force() -> None:
+    made = played(1.4)
+    found = made.broken(NotInForce("it does not serve"))
+    assert (found.outcome, found.drop_in, found.remedy) == ("unfinished", "", GO_ON)
+    assert "NotInForce: it does not serve" in found.summary
+
+    made.applied = True
+    found = made.broken(RuntimeError("sk-secret"))
+    file = "/etc/systemd/system/sglang.service.d/zz-gpu-reclaim.conf"
+    assert (found.outcome, found.drop_in) == ("unfinished", file)
+    assert found.remedy.startswith(f"{TWO} is the setting of sglang.service now.")
+    assert f"rm {file}; systemctl daemon-reload; systemctl restart sglang.service" in found.remedy
+    assert "sk-secret" not in found.summary
 
 
 def test_nothing_of_it_is_logged_with_a_key(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        text = repr(played(1.4).report(applied=True, not_kept="", proof="x"))
+        text = repr(played(1.4).report(not_kept="", proof="x"))
 
     assert "sk-secret" not in text + repr(tuning()) + caplog.text

@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[Unit, str]] = {
     ),
     "a shell's list": (
         unit(f"ExecStart=bash -c 'cd /x && exec {PY} {LAUNCH} {FLAGS}'"),
-        "by a script or a shell",
+        "by a script, or by a shell",
     ),
     "a shell's pipe": (
         unit(
@@ -448,11 +448,11 @@ REFUSED: dict[str, tuple[Unit, str]] = {
     ),
     "a shell's substitution": (
         unit(f"ExecStart=bash -c 'exec {PY} {LAUNCH} --m $(cat /x)'", f"{PY} {LAUNCH} --m 1"),
-        "by a script or a shell",
+        "by a script, or by a shell",
     ),
     "a shell's pattern": (
         unit(f"ExecStart=bash -c 'exec {PY} {LAUNCH} /m*'", f"{PY} {LAUNCH} /m1"),
-        "by a script or a shell",
+        "by a script, or by a shell",
     ),
     "another program": (
         unit("ExecStart=/usr/bin/vllm serve x", "/usr/bin/vllm serve x"),
@@ -524,6 +524,8 @@ def test_no_secret_stands_in_a_values_repr() -> None:
         ("--admin-api-key=x", True),
         ("--api x", True),
         ("--ssl-keyfile-password x", True),
+        ("--ssl-keyf x", True),
+        ("--ssl-keyfile /etc/k.pem --ssl-certfile=/etc/c.pem", False),
         ("HF_TOKEN=x", True),
         ("'OPENAI_API_KEY=x'", True),
         ("--model-path /m --tokenizer-path /t --max-total-tokens 1 -a --", False),

@@ -87,8 +87,12 @@ def test_nothing_is_written() -> None:
         (info(speculative_num_steps=5), "does not run as its flags say"),
         (info(model_path=...), "does not say where its model is"),
         (info(model_path=["x"]), "does not say where its model is"),
-        ({"look at the prompts": {"prompts": "prompts 127"}}, "127 conversations, .* needs 128"),
+        ({"look at the prompts": {"prompts": "prompts 127"}}, "127 conversations of .* needs 128"),
         ({"look at the prompts": {"prompts": "why no"}}, "cannot be read as sharegpt: no"),
+        (
+            {"load the tokenizer": {"tokenizer": "why not there"}},
+            "cannot load the tokenizer of /models/glm: not there",
+        ),
         ({"look for the benchmark": {"tool": "said no"}}, "cannot run sglang's benchmark: no"),
         ({"look for the benchmark": {"tool": "module a"}}, "a there does not know --backend"),
     ],
@@ -173,6 +177,21 @@ def test_other_settings_begin_a_logbook_of_their_own(told: Told, plan: SpecDecod
 EFFECTIVE = "effective_max_running_requests_per_dp"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "running"),
+    [
+        ({"dp_size": 4, "enable_dp_attention": True}, 256),
+        ({"dp_size": 4, "enable_dp_attention": False}, 64),
+        ({"dp_size": None, "enable_dp_attention": True}, 64),
+    ],
+)
+def test_running_requests_of_all_ranks(ranks: dict[str, object], running: int) -> None:
+    """SGLang divides the flag among the ranks of DP attention, and tells each rank's share."""
+    states = [{EFFECTIVE: 64} for _ in range(4)]
+    told = info(max_running_requests=None, internal_states=states, **ranks)
+    assert found(told).running == running
+
+
 @pytest.mark.parametrize("runs", [None, True, 0, "48"])
 def test_running_requests_nobody_gave(runs: object) -> None:
     """The server's own choice is kept; a guess would cap it for good."""
@@ -237,6 +256,10 @@ KEYS: dict[str, tuple[Told, SpecDecodePlan]] = {
     "flags": (flags("--mem-fraction-static", "0.8"), PLAN),
     "draft model": (flags("--speculative-draft-model-path", "/models/draft"), PLAN),
     "running": (info(max_running_requests=48), PLAN),
+    "by a configuration file": (info(attention_backend="triton"), PLAN),
+    "by the environment": (info(kv_cache_dtype="fp8_e5m2"), PLAN),
+    "by the server itself": (info(mem_fraction_static=0.8), PLAN),
+    "data parallel": (info(enable_dp_attention=True), PLAN),
     "asked running": ({}, PLAN.model_copy(update={"max_running_requests": 32})),
     "prompts": ({"look at the prompts": {"prompts": "sum 9 456 /p\nprompts 999"}}, PLAN),
     "levels": ({}, PLAN.model_copy(update={"levels": [1, 8]})),
@@ -261,7 +284,8 @@ def test_measurements_on_other_gpus_are_not_compared() -> None:
 @pytest.mark.parametrize(
     ("told", "plan"),
     [
-        (info(startup_time=3, last_gen_throughput=9), PLAN),
+        (info(startup_time=3, last_gen_throughput=9, random_seed=7, port=30001), PLAN),
+        (info(attention_backend=["a", "list"]), PLAN),
         ({}, PLAN.model_copy(update={"rounds": 2, "min_gain_pct": 9, "apply": "never"})),
     ],
 )

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from gpu_reclaim.errors import BadAnswer, BadInput, GpuReclaimError
-from gpu_reclaim.prompts import look_at_prompts
+from gpu_reclaim.prompts import look_at_prompts, look_at_tokenizer
 from unit.tuned import SERVER, on_this_machine
 
-TALK = [{"from": "human", "value": "a\u2603"}, {"from": "gpt", "value": "b"}]
-CUSTOM = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TALK = [{"from": "human", "value": "a \u2603"}, {"from": "gpt", "value": "b c"}]
+CUSTOM = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
 
 
 def rows(talk: object, name: str = "conversations", count: int = 3) -> list[dict[str, object]]:
@@ -40,7 +40,9 @@ GOOD = [
     lines(rows(CUSTOM)),
     lines(rows([*TALK, {"value": None}])),
     lines([*rows(TALK), *rows([]), {"other": 1}]),
+    lines(rows([{"value": "\u4f60" * 16}, {"value": "\u597d" * 16}])),
 ]
+SHORT = [[{"value": "a b"}, {"value": text}] for text in ("", " ", "Yes", "\n no \n")]
 
 
 @pytest.mark.parametrize("content", GOOD)
@@ -63,10 +65,17 @@ def test_any_name(name: str, tools: str, tmp_path: Path) -> None:
     assert looked_at(tmp_path, GOOD[0], name=name)
 
 
-@pytest.mark.parametrize("content", [GOOD[0], GOOD[3], "[]", "", lines(rows(TALK[:1], count=9))])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(GOOD[0], GOOD[3], "[]", "", lines(rows(TALK[:1], count=9))),
+        # The benchmark passes these over, and would then answer fewer requests than it should.
+        *(lines(rows(talk, count=9)) for talk in (*SHORT, *(talk[::-1] for talk in SHORT))),
+    ],
+)
 def test_too_few(content: str, tmp_path: Path) -> None:
     with pytest.raises(
-        BadInput, match=r"has [03] conversations, and .* needs 4 requests"
+        BadInput, match=r"has [03] conversations of more than a word, and .* needs 4 requests"
     ) as caught:
         looked_at(tmp_path, content, 4)
 
@@ -133,3 +142,41 @@ def test_an_interpreter_that_cannot_be_run_is_no_fault_of_the_file(tmp_path: Pat
 
     assert isinstance(error, BadAnswer)
     assert error.message == "llm: /opt/no such/python cannot be run there"
+
+
+TRANSFORMERS = """
+import os
+class AutoTokenizer:
+    @staticmethod
+    def from_pretrained(name, trust_remote_code):
+        assert trust_remote_code
+        assert (os.environ["HF_HUB_OFFLINE"], os.environ["TRANSFORMERS_OFFLINE"]) == ("1", "1")
+        if not os.path.isdir(name):
+            raise OSError("We couldn't connect to the hub\\nsecond line")
+"""
+
+
+def test_a_tokenizer_that_the_benchmark_finds(
+    tools: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text(TRANSFORMERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "it's a model").mkdir()
+    server = replace(SERVER, python=sys.executable)
+    look_at_tokenizer(on_this_machine(tmp_path), server, f"{tmp_path}/it's a model")
+
+    with pytest.raises(BadInput) as caught:
+        look_at_tokenizer(on_this_machine(tmp_path), server, "Qwen/Qwen3-8B")
+    said = "llm: the benchmark cannot load the tokenizer of Qwen/Qwen3-8B: We couldn't connect"
+    assert caught.value.message == f"{said} to the hub"
+    assert "model_path" in caught.value.remedy
+
+
+def test_without_its_packages_no_tokenizer_is_found(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="No module named 'transformers'"):
+        look_at_tokenizer(on_this_machine(tmp_path), replace(SERVER, python=sys.executable), "/m")
+
+
+def test_an_interpreter_that_is_not_there_loads_nothing(tmp_path: Path) -> None:
+    with pytest.raises(BadAnswer):
+        look_at_tokenizer(on_this_machine(tmp_path), replace(SERVER, python="/no/python"), "/m")

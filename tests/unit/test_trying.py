@@ -250,3 +250,30 @@ def test_a_trial_that_does_not_stop_is_told_and_not_taken_for_the_unit(host: Hel
     deaf.unlink()
     assert host.restore() == ("done", {UNIT: "started"})
     assert host.traces == []
+
+
+@pytest.mark.parametrize("earlier", ["", "[Service]\nExecStart=\nExecStart=/earlier\n"])
+def test_a_keep_that_cannot_be_undone_is_told_and_tried_again(host: HeldHost, earlier: str) -> None:
+    """/etc became read-only: the server runs on meanwhile, for it could only come back the same."""
+    host.begin(UNIT, TEXT)
+    notes = host.places_of("gpu-reclaim/keeping")
+    notes.mkdir()
+    (notes / f"{UNIT}.path").write_text(f"{tuned_file(host)}\n")
+    if earlier:
+        (notes / f"{UNIT}.before").write_text(earlier)
+    tuned_file(host).parent.mkdir(parents=True)
+    tuned_file(host).write_text(TEXT)
+    for tool in ("rm", "mv", "cp"):
+        refusal = f'case "$*" in *{TUNED}*) exit 1;; esac\nexec /bin/{tool} "$@"'
+        stub(host.tools, tool, refusal)
+    starts = len(host.started)
+    assert host.restore() == ("failed", {UNIT: "failed", OTHER: "started"})
+    assert tuned_file(host).read_text() == TEXT
+    assert (host.state(UNIT), len(host.started)) == ("active", starts + 1)
+
+    for tool in ("rm", "mv", "cp"):
+        (host.tools / tool).unlink()
+    assert host.restore() == ("done", {UNIT: "started"})
+    assert host.drop_ins(UNIT) == ([TUNED] if earlier else [])
+    assert not earlier or tuned_file(host).read_text() == earlier
+    assert host.traces == []
