@@ -166,8 +166,8 @@ def _count(value: object) -> bool:
 
 
 def _power_of_two(least: int, most: int) -> Callable[[object], bool]:
-    powers = {1 << n for n in range(most.bit_length())}
-    return lambda value: _count(value) and value in powers and least <= int(str(value)) <= most
+    powers = {1 << n for n in range(most.bit_length()) if 1 << n >= least}
+    return lambda value: _count(value) and value in powers
 
 
 _ACCEPTED: Mapping[str, Callable[[object], bool]] = {
@@ -177,7 +177,7 @@ _ACCEPTED: Mapping[str, Callable[[object], bool]] = {
     # A block of CUDA has 1024 threads at most, a warp 32.
     "num_warps": _power_of_two(1, 32),
     "num_stages": _count,
-    # Blocks of a cluster: Triton 3.6 takes 16 at most.
+    # A cluster of CUDA has 16 blocks at most.
     "num_ctas": _power_of_two(1, 16),
     "USE_TMA": lambda value: isinstance(value, bool),
 }
