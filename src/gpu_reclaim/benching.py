@@ -124,7 +124,7 @@ def find_tool(python: str) -> str:
         f"printf '%s\\n' \"$text\" | tail -n 3 | sed 's/^/said {module}: /'"
         for module in MODULES
     ]
-    return "\n".join(["export HF_HUB_OFFLINE=1", *tries])
+    return "\n".join([OFFLINE, *tries])
 
 
 def parse_tool(section: Section) -> Tool | None:

@@ -143,7 +143,7 @@ def _tokens(key: str, name: ConfigName) -> int:
 def _row(key: str, row: object, name: ConfigName) -> dict[str, int | bool]:
     if not isinstance(row, dict):
         raise _wrong(name, f"has no row of parameters at {key}")
-    for field in ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M"):
+    for field in (*_BLOCKS, "GROUP_SIZE_M"):
         if field not in row:
             raise _wrong(name, f"lacks {field} at {key}")
     for field, value in row.items():

@@ -79,7 +79,7 @@ def _lookup(line: str) -> Lookup | None:
         name = parse_name(match["wanted"].rpartition("/")[2]) if match else None
         if match is None or name is None:
             continue
-        used = {"own": match["wanted"], "none": ""}.get(found) or match.groupdict().get("used", "")
+        used = match["wanted"] if found == "own" else match.groupdict().get("used", "")
         rank = _RANK.search(line[: match.start()])
         return Lookup(found, match["wanted"], used, name, int(rank["rank"]) if rank else None)
     return None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 
 from gpu_reclaim.benching import HELP_S, OFFLINE
-from gpu_reclaim.commands import Script, printable
+from gpu_reclaim.commands import Script, Section, printable
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.serving import Server, no_interpreter
 from gpu_reclaim.session import Session
+from gpu_reclaim.sglang import by_python
 
 _COUNT = """
 import json, sys
@@ -39,7 +40,7 @@ try:
     from transformers import AutoTokenizer
     # As the benchmark does it.
     AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
-    print("loads yes")
+    print("tokenizer loads")
 except Exception as error:
     print("why", (str(error) or type(error).__name__).split(chr(10))[0])
 """
@@ -64,12 +65,9 @@ def look_at_prompts(session: Session, server: Server, needed: int) -> str:
         )
     path = shlex.quote(server.dataset_path)
     body = f"cksum {path} | sed 's/^/sum /'\n"
-    body += f"{shlex.quote(server.python)} - {path} <<'@gr-python'{_COUNT}@gr-python\n"
-    result = session.links.run(Script("look at the prompts", {"prompts": body}))
-    section = result.section("prompts")
+    body += by_python(server.python, _COUNT, server.dataset_path)
+    section = _said(session, server, Script("look at the prompts", {"prompts": body}))
     count, why = section.value("prompts"), section.value("why")
-    if not count and not why:
-        raise no_interpreter(session, server, result)
     if not count.isdigit():
         raise BadInput(
             f"{session.host}: {server.dataset_path} cannot be read as {server.dataset_name}: "
@@ -93,14 +91,9 @@ def look_at_tokenizer(session: Session, server: Server, model: str) -> None:
         BadAnswer: The server's interpreter cannot be run on the host.
         TransportError: As `Transport.run`.
     """
-    load = f"timeout -k 5 {HELP_S} {shlex.quote(server.python)} - {shlex.quote(model)}"
-    body = f"{OFFLINE}\n{load} <<'@gr-python'{_LOAD}@gr-python\n"
+    body = f"{OFFLINE}\ntimeout -k 5 {HELP_S} {by_python(server.python, _LOAD, model)}"
     script = Script("load the tokenizer", {"tokenizer": body}, timeout_s=HELP_S + 30)
-    result = session.links.run(script)
-    section = result.section("tokenizer")
-    why = section.value("why")
-    if section.value("loads") != "yes" and not why:
-        raise no_interpreter(session, server, result)
+    why = _said(session, server, script).value("why")
     if why:
         raise BadInput(
             f"{session.host}: the benchmark cannot load the tokenizer of {model}: "
@@ -108,3 +101,13 @@ def look_at_tokenizer(session: Session, server: Server, model: str) -> None:
             remedy="set model_path in the LlmServer block to a folder on the host with the "
             "model's tokenizer, which root can read",
         )
+
+
+def _said(session: Session, server: Server, script: Script) -> Section:
+    """What a program said, under its section's own name; or `why` not."""
+    result = session.links.run(script)
+    (name,) = script.sections
+    section = result.section(name)
+    if not section.value(name) and not section.value("why"):
+        raise no_interpreter(session, server, result)
+    return section

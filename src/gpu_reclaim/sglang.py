@@ -98,7 +98,18 @@ def ask(python: str, base_url: str, asks: Sequence[Ask], api_key: str = "") -> s
     """
     said = {"url": base_url.rstrip("/"), "key": api_key, "asks": [asdict(x) for x in asks]}
     head = f"MOST = {MOST_BYTES}\nASKED = {json.dumps(json.dumps(said))}"
-    return f"{shlex.quote(python)} - <<'@gr-python'\n{head}{_ASK}@gr-python\n"
+    return by_python(python, f"{head}{_ASK}")
+
+
+def by_python(python: str, program: str, *arguments: str) -> str:
+    """Shell text that runs a program by the server's interpreter; it travels on stdin.
+
+    Args:
+        python: The interpreter.
+        program: Its text; it ends with a newline.
+        arguments: For `sys.argv[1:]`.
+    """
+    return f"{shlex.join([python, '-', *arguments])} <<'@gr-python'\n{program}@gr-python\n"
 
 
 def parse_answers(section: Section) -> list[Answer]:

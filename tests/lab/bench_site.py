@@ -155,12 +155,8 @@ def _locked() -> Iterator[None]:
 
 
 def _key(version: str) -> str:
-    listed = "\n".join(
-        (
-            *(version, SGLANG, *PACKAGES, *PLATFORMS, *sorted(_MODELS), *_FILES, *_FILES.values()),
-            *(MOE_LOADER, MOE_CONFIGS),
-        )
-    )
+    parts = (version, SGLANG, *PACKAGES, *PLATFORMS, *sorted(_MODELS), *_FILES, *_FILES.values())
+    listed = "\n".join((*parts, MOE_LOADER, MOE_CONFIGS))
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 

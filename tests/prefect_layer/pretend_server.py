@@ -115,7 +115,7 @@ class PretendServer(PretendHost):
             ),
             "prompts": lambda _: f"sum 4038 99 x\nprompts {self.conversations}",
             "state": self._state,
-            "tokenizer": lambda _: "loads yes",
+            "tokenizer": lambda _: "tokenizer loads",
             "tool": lambda _: "module sglang.bench_serving\nhelp " + " ".join(NEEDED),
             "unit": self._shown,
         }

@@ -439,6 +439,7 @@ def test_a_server_that_differs_afterwards_is_told(pretend: PretendServer, plain:
         tune()
 
     assert "journalctl -u sglang.service" in caught.value.remedy
+    assert f"NotInForce: {caught.value.message}" in page_of("spec-decode-llm")
 
 
 def test_a_winner_that_is_not_in_force_afterwards_is_told(

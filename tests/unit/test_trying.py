@@ -157,6 +157,27 @@ def tuned_file(host: HeldHost) -> Path:
     return Path(host.places.etc) / f"systemd/system/{UNIT}.d/{TUNED}"
 
 
+EARLIER = pytest.mark.parametrize("earlier", ["", "[Service]\nExecStart=\nExecStart=/earlier\n"])
+
+
+def cut_in_the_keep(host: HeldHost, earlier: str) -> None:
+    """The winner's file is written, in the place of an earlier one's or of none; no more."""
+    host.begin(UNIT, TEXT)
+    notes = host.places_of("gpu-reclaim/keeping")
+    notes.mkdir()
+    (notes / f"{UNIT}.path").write_text(f"{tuned_file(host)}\n")
+    if earlier:
+        (notes / f"{UNIT}.before").write_text(earlier)
+    tuned_file(host).parent.mkdir(parents=True)
+    tuned_file(host).write_text(TEXT)
+
+
+def assert_undone(host: HeldHost, earlier: str) -> None:
+    """The winner's file is gone, and an earlier one is back."""
+    assert host.drop_ins(UNIT) == ([TUNED] if earlier else [])
+    assert not earlier or tuned_file(host).read_text() == earlier
+
+
 def test_whether_it_was_kept_already_is_seen(host: HeldHost) -> None:
     """An attempt whose answer was lost is not made again."""
     host.begin(UNIT, TEXT)
@@ -169,7 +190,7 @@ def test_whether_it_was_kept_already_is_seen(host: HeldHost) -> None:
     assert not host.kept(UNIT, TEXT, lasting=True)
 
 
-@pytest.mark.parametrize("earlier", ["", "[Service]\nExecStart=\nExecStart=/earlier\n"])
+@EARLIER
 def test_a_keep_that_fails_leaves_what_was_there(host: HeldHost, earlier: str) -> None:
     """Here systemd refuses to reload; what runs stays on trial, and ends with the hold."""
     if earlier:
@@ -183,25 +204,16 @@ def test_a_keep_that_fails_leaves_what_was_there(host: HeldHost, earlier: str) -
     assert host.drop_ins(UNIT) == sorted([TRIAL, *([TUNED] if earlier else [])])
     assert host.restore()[0] == "done"
     assert host.state(UNIT) == "active"
-    assert host.drop_ins(UNIT) == ([TUNED] if earlier else [])
-    assert not earlier or tuned_file(host).read_text() == earlier
+    assert_undone(host, earlier)
 
 
-@pytest.mark.parametrize("earlier", ["", "[Service]\nExecStart=\nExecStart=/earlier\n"])
+@EARLIER
 def test_a_keep_that_was_cut_is_undone(host: HeldHost, earlier: str) -> None:
-    host.begin(UNIT, TEXT)
-    notes = host.places_of("gpu-reclaim/keeping")
-    notes.mkdir()
-    (notes / f"{UNIT}.path").write_text(f"{tuned_file(host)}\n")
-    if earlier:
-        (notes / f"{UNIT}.before").write_text(earlier)
-    tuned_file(host).parent.mkdir(parents=True)
-    tuned_file(host).write_text(TEXT)
+    cut_in_the_keep(host, earlier)
     host.expire()
     host.dead_man()
     assert host.state(UNIT) == "active"
-    assert host.drop_ins(UNIT) == ([TUNED] if earlier else [])
-    assert not earlier or tuned_file(host).read_text() == earlier
+    assert_undone(host, earlier)
     assert host.traces == []
 
 
@@ -252,17 +264,10 @@ def test_a_trial_that_does_not_stop_is_told_and_not_taken_for_the_unit(host: Hel
     assert host.traces == []
 
 
-@pytest.mark.parametrize("earlier", ["", "[Service]\nExecStart=\nExecStart=/earlier\n"])
+@EARLIER
 def test_a_keep_that_cannot_be_undone_is_told_and_tried_again(host: HeldHost, earlier: str) -> None:
     """/etc became read-only: the server runs on meanwhile, for it could only come back the same."""
-    host.begin(UNIT, TEXT)
-    notes = host.places_of("gpu-reclaim/keeping")
-    notes.mkdir()
-    (notes / f"{UNIT}.path").write_text(f"{tuned_file(host)}\n")
-    if earlier:
-        (notes / f"{UNIT}.before").write_text(earlier)
-    tuned_file(host).parent.mkdir(parents=True)
-    tuned_file(host).write_text(TEXT)
+    cut_in_the_keep(host, earlier)
     for tool in ("rm", "mv", "cp"):
         refusal = f'case "$*" in *{TUNED}*) exit 1;; esac\nexec /bin/{tool} "$@"'
         stub(host.tools, tool, refusal)
@@ -274,6 +279,5 @@ def test_a_keep_that_cannot_be_undone_is_told_and_tried_again(host: HeldHost, ea
     for tool in ("rm", "mv", "cp"):
         (host.tools / tool).unlink()
     assert host.restore() == ("done", {UNIT: "started"})
-    assert host.drop_ins(UNIT) == ([TUNED] if earlier else [])
-    assert not earlier or tuned_file(host).read_text() == earlier
+    assert_undone(host, earlier)
     assert host.traces == []

@@ -186,7 +186,7 @@ def usual() -> dict[str, Answer | list[Answer]]:
         "ask for greedy answers": texts(),
         "look for the benchmark": {"tool": f"module sglang.bench_serving\n{help_text}"},
         "look at the prompts": {"prompts": "sum 123 456 /p.json\nprompts 1000"},
-        "load the tokenizer": {"tokenizer": "loads yes"},
+        "load the tokenizer": {"tokenizer": "tokenizer loads"},
         "look at the trial": looked(),
         "measure at 1": benched(),
         "measure at 16": benched({"completed": 128}),
