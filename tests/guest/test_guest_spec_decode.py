@@ -55,7 +55,7 @@ def test_the_best_setting_is_found_applied_and_proven(lab: Lab) -> None:
     tunings.serve(lab, speed={NOW: 1.0, BEST: 1.6, "off": 0.5, "NEXTN 4/1/5": 3})
     lab.smi("faults.json", json.dumps({"NEXTN 3/1/4": "out of memory", "NEXTN 4/1/5": "garbage"}))
     report = tuned(lab, 2, 3, 4, levels=[8])
-    assert (report.outcome, report.winner, report.current) == ("replaced", BEST, NOW)
+    assert (report.outcome, report.winner, report.current) == ("replaced", BEST, NOW), report
     assert tunings.asked_for(lab) == WINNER
     assert tunings.drop_ins(lab) == [FILE]
     assert holds.is_active(lab, TUNED) == ["active"]
