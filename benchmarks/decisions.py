@@ -19,8 +19,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from gpu_reclaim.deciding import replay
+from gpu_reclaim.plans import SpecDecodePlan
 from gpu_reclaim.standings import decision
-from gpu_reclaim.tuning import Measurement, SpecDecodePlan, Visit
+from gpu_reclaim.tuning import Measurement, Visit
 
 LEVELS = SpecDecodePlan().levels
 ARMS = ("present", "off", "one", "two", "three")

@@ -8,6 +8,7 @@ from gpu_reclaim.course import Tuning
 from gpu_reclaim.flows.exclusive import exclusive_gpus
 from gpu_reclaim.flows.reclaim import reclaim_gpus
 from gpu_reclaim.models import ReclaimPolicy
+from gpu_reclaim.plans import SpecDecodePlan
 from gpu_reclaim.tasks.host import DEFAULT_POLICY, host_of, open_host, with_defaults
 from gpu_reclaim.tasks.restoring import put_back_after
 from gpu_reclaim.tasks.tuning import (
@@ -21,7 +22,7 @@ from gpu_reclaim.tasks.tuning import (
 )
 from gpu_reclaim.tasks.tuning_pages import show_trials, show_tuning
 from gpu_reclaim.tasks.tuning_progress import Progress
-from gpu_reclaim.tuning import SpecDecodePlan, TuningReport
+from gpu_reclaim.tuning import TuningReport
 
 DEFAULT_PLAN = SpecDecodePlan()
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 
-from gpu_reclaim import hold, logbook, measuring, trial, visiting
+from gpu_reclaim import hold, logbook, trial, visiting
 from gpu_reclaim.errors import NotInForce
+from gpu_reclaim.plans import SpecDecodePlan, TrialPlan
 from gpu_reclaim.preflight import Preflight
-from gpu_reclaim.preflight import preflight as look_first
 from gpu_reclaim.serving import wait_healthy
-from gpu_reclaim.speculation import same_server
+from gpu_reclaim.specpreflight import SpecPreflight, spec_preflight
 from gpu_reclaim.tasks.host import load_server, open_host, ops_task
 from gpu_reclaim.trial import Failure
-from gpu_reclaim.tuning import SpecDecodePlan, Visit
+from gpu_reclaim.tuning import Visit
 
 log = logging.getLogger(__name__)
 
 
 @ops_task("look_before_tuning")
-def look_before_tuning(host: str, server: str, plan: SpecDecodePlan) -> Preflight:
+def look_before_tuning(host: str, server: str, plan: SpecDecodePlan) -> SpecPreflight:
     """Look at everything that can speak against a tuning; touch nothing.
 
     Args:
@@ -31,7 +31,7 @@ def look_before_tuning(host: str, server: str, plan: SpecDecodePlan) -> Prefligh
         TransportError: The host could not be reached.
     """
     with open_host(host) as session:
-        return look_first(session, load_server(server), plan)
+        return spec_preflight(session, load_server(server), plan)
 
 
 @ops_task("read_logbook")
@@ -69,7 +69,7 @@ def set_aside_logbook(host: str, before: Preflight) -> None:
 def measure_setting(
     host: str,
     before: Preflight,
-    plan: SpecDecodePlan,
+    plan: TrialPlan,
     turn: tuple[str, int],
     reference: list[str],
 ) -> tuple[Visit, list[str]]:
@@ -137,12 +137,13 @@ def apply_setting(host: str, before: Preflight, arm: str, *, lasting: bool) -> s
     """
     unit, text = before.server.unit, before.drop_in(arm)
     with open_host(host) as session:
-        if trial.is_kept(session, unit, text, lasting=lasting):
+        file = before.winner_file
+        if trial.is_kept(session, unit, text, file=file, lasting=lasting):
             return ""
         ready = visiting.start(session, before, arm)
         if isinstance(ready, Failure):
             return ready.why
-        trial.keep(session, unit, text, lasting=lasting)
+        trial.keep(session, unit, text, file=file, lasting=lasting)
         log.info("%s: %s is in force, and stays", host, arm)
         return ""
 
@@ -167,11 +168,7 @@ def prove_in_force(host: str, before: Preflight, arm: str) -> str:
         serves, said = wait_healthy(session, before.server)
         if not serves:
             raise NotInForce(f"{host}: {said}", remedy=_advice(before))
-        if arm == before.current:
-            wrong = visiting.changed(session, before)
-        else:
-            info = measuring.server_info(session, before.server)
-            wrong = same_server(before.settings[arm], info, max_running_requests=before.running)
+        wrong = before.wrong_now(session, arm)
     if wrong:
         raise NotInForce(
             f"{host}: {before.server.unit} does not run with {arm}: {'; '.join(wrong)}",

@@ -11,18 +11,12 @@ from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
 from gpu_reclaim.commands import printable
+from gpu_reclaim.plans import TrialPlan
 from gpu_reclaim.tasks import artifacts
 from gpu_reclaim.tasks.artifacts import Row, cell, grid, slug
 from gpu_reclaim.tasks.chart_looks import STATES
 from gpu_reclaim.tasks.charts import throughput_chart
-from gpu_reclaim.tuning import (
-    ArmResult,
-    LevelResult,
-    SpecDecodePlan,
-    TuningOutcome,
-    TuningReport,
-    Visit,
-)
+from gpu_reclaim.tuning import ArmResult, LevelResult, TuningOutcome, TuningReport, Visit
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +29,7 @@ TITLES: dict[TuningOutcome, str] = {
 }
 
 
-def show_tuning(report: TuningReport, plan: SpecDecodePlan) -> None:
+def show_tuning(report: TuningReport, plan: TrialPlan) -> None:
     """The whole tuning on one page, and its settings as a table."""
     title = f"{report.server}: {TITLES[report.outcome]}"
     artifacts.markdown(slug("spec-decode", report.server), page(report, plan), title)
@@ -45,7 +39,7 @@ def show_tuning(report: TuningReport, plan: SpecDecodePlan) -> None:
 
 def show_trials(
     server: str,
-    plan: SpecDecodePlan,
+    plan: TrialPlan,
     trials: Mapping[str, Sequence[str]],
     refused: Mapping[str, str],
     estimated_minutes: float,
@@ -76,7 +70,7 @@ def show_trials(
     artifacts.markdown(slug("spec-decode-plan", server), "\n\n".join(parts), f"{server}: plan")
 
 
-def page(report: TuningReport, plan: SpecDecodePlan) -> str:
+def page(report: TuningReport, plan: TrialPlan) -> str:
     """The report as markdown: outcome, remedy, chart, evidence, failures, timeline."""
     parts = [f"# {cell(report.server)}: {TITLES[report.outcome]}", cell(report.summary)]
     if report.remedy:
@@ -102,7 +96,7 @@ def _in_force(report: TuningReport) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-def _chart(arms: Sequence[ArmResult], plan: SpecDecodePlan) -> list[str]:
+def _chart(arms: Sequence[ArmResult], plan: TrialPlan) -> list[str]:
     if not any(arm.levels for arm in arms):
         return []
     try:
@@ -134,7 +128,7 @@ def _arm_row(arm: ArmResult, visits: Sequence[Visit]) -> Row:
     }
 
 
-def _rules(plan: SpecDecodePlan) -> str:
+def _rules(plan: TrialPlan) -> str:
     """What counts as better, in sentences."""
     said = [
         f"The present setting is replaced from {plan.min_gain_pct:+g} % on, if no concurrency "

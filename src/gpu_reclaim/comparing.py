@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, fmean, median
 
-from gpu_reclaim.tuning import Measurement, SpecDecodePlan, Visit
+from gpu_reclaim.plans import TrialPlan
+from gpu_reclaim.tuning import Measurement, Visit
 
 NOISE_FLOOR = 0.005
 """Least standard deviation of a visit's score: half a percent. A new start of the same server
@@ -47,7 +48,7 @@ class Reading:
     measured: tuple[Measurement, ...]
 
 
-def problem(visit: Visit, plan: SpecDecodePlan) -> str:
+def problem(visit: Visit, plan: TrialPlan) -> str:
     """Why a visit cannot be counted, for people; empty when it can."""
     if visit.failure:
         return visit.failure
@@ -61,7 +62,7 @@ def problem(visit: Visit, plan: SpecDecodePlan) -> str:
     return ""
 
 
-def _fault(row: Measurement, plan: SpecDecodePlan) -> str:
+def _fault(row: Measurement, plan: TrialPlan) -> str:
     if row.requests < 1 or row.completed != row.requests:
         return f"{row.completed} of {row.requests} requests completed"
     if not (math.isfinite(row.output_tok_s) and row.output_tok_s > 0):
@@ -76,7 +77,7 @@ def _fault(row: Measurement, plan: SpecDecodePlan) -> str:
     return ""
 
 
-def reading(visit: Visit, plan: SpecDecodePlan) -> Reading:
+def reading(visit: Visit, plan: TrialPlan) -> Reading:
     """What a visit without a `problem` says."""
     rows = {row.level: row for row in visit.levels}
     measured = tuple(rows[level] for level in plan.levels)

@@ -10,9 +10,10 @@ from statistics import fmean
 from gpu_reclaim.deciding import next_visit
 from gpu_reclaim.errors import GpuReclaimError
 from gpu_reclaim.models import ReclaimPolicy
+from gpu_reclaim.plans import TrialPlan
 from gpu_reclaim.preflight import Preflight, ladder_s
 from gpu_reclaim.standings import decision, results
-from gpu_reclaim.tuning import SpecDecodePlan, TuningOutcome, TuningReport, Visit
+from gpu_reclaim.tuning import TuningOutcome, TuningReport, Visit
 
 RECLAIM_S = 30
 """A reclaim between two trials is guessed to take so long, in seconds: a server that drains, and
@@ -41,7 +42,7 @@ class Tuning:
 
     server: str
     host: str
-    plan: SpecDecodePlan
+    plan: TrialPlan
     policy: ReclaimPolicy
     before: Preflight
     visits: list[Visit] = field(default_factory=list)
@@ -53,12 +54,12 @@ class Tuning:
     @property
     def arms(self) -> list[str]:
         """Names of the settings, the present one first."""
-        return list(self.before.settings)
+        return list(self.before.arms)
 
     @property
     def turn(self) -> tuple[str, int] | None:
         """What to measure next; None when it is decided, or its time is over."""
-        most = self.plan.max_minutes or math.inf
+        most = self.plan.limit_minutes or math.inf
         in_time = self._minutes + self._visit_s / 60 <= most
         return next_visit(self.arms, self.visits, self.plan) if in_time else None
 
@@ -86,7 +87,7 @@ class Tuning:
     def _visit_s(self) -> float:
         """Seconds of a visit: as measured, else guessed."""
         took = [x.ready_s + sum(row.seconds for row in x.levels) for x in self.visits if x.levels]
-        guess = self.before.start_s + ladder_s(self.plan)
+        guess = self.before.found.start_s + ladder_s(self.plan)
         return RECLAIM_S + (fmean(took) if took else guess)
 
     def resume(self, visits: list[Visit], answers: list[str]) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from gpu_reclaim.comparing import percent, problem, reading
+from gpu_reclaim.plans import TrialPlan
 from gpu_reclaim.racing import DOUBT_Z, Out, Race, Reason
-from gpu_reclaim.tuning import SpecDecodePlan, Visit
+from gpu_reclaim.tuning import Visit
 
 FAR_WORSE = math.log(0.85)
 """Dropped after one round, when nothing is known about the spread: 15 % slower is 3.8 standard
@@ -25,7 +26,7 @@ ATTEMPTS = 2
 
 
 def next_visit(
-    arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan
+    arms: Sequence[str], visits: Sequence[Visit], plan: TrialPlan
 ) -> tuple[str, int] | None:
     """The next arm to visit, and in which round; None when it is decided.
 
@@ -38,7 +39,7 @@ def next_visit(
     return pending[0] if pending else None
 
 
-def replay(arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan) -> Race:
+def replay(arms: Sequence[str], visits: Sequence[Visit], plan: TrialPlan) -> Race:
     """How far the visits bring a tuning; those that it would not have asked for are passed over."""
     race = Race(tuple(dict.fromkeys(arms)), plan)
     by_round: dict[int, list[Visit]] = {}

@@ -33,7 +33,7 @@ umask 022
 trap '' PIPE HUP
 RUN=@RUN@/gpu-reclaim LOCK=@RUN@/gpu-reclaim-lock UNITS=@RUN@/systemd/system
 LIB=@LIB@/gpu-reclaim HOLD=50-gpu-reclaim-hold.conf NOTE=
-ETC=@ETC@/systemd/system TRIAL=@TRIAL@ TUNED=@TUNED@
+ETC=@ETC@/systemd/system TRIAL=@TRIAL@ TUNED='zz-gpu-reclaim[-a-z]*[.]conf'
 now() { read -r up rest </proc/uptime; printf '%s\n' "${up%%.*}"; }
 started() { sed 's/.*) //' "/proc/$1/stat" | cut -d ' ' -f 20; }
 # A container that starts anew keeps the machine's boot id, but its first process is another.
@@ -43,11 +43,10 @@ state() { systemctl show --no-pager -p "$2" -- "$1" | sed -n "s/^$2=//p"; }
 quoted() { printf '%s' "$1" | sed 's/[.\\]/\\&/g'; }
 # A record without its last line was cut: a full disk, or a tool that hides it.
 whole() { [ "$(tail -n 1 "$1")" = end ]; }
-# Our own file, from its name to the next file's, is no edit of others; nor are empty lines.
+# Files of ours are no edit of others; nor are empty lines. (The hold space has the file's name.)
 print_of() {
-  ours="^# \/.*\/$TUNED\$"
   systemctl --no-pager cat -- "$1" |
-    sed -e "/$ours/,/^# \//{" -e "/$ours/d" -e '/^# \//!d' -e '}' -e '/^$/d' | cksum
+    sed -e '/^# \//h' -e x -e "/^# \\/.*\\/$TUNED\$/{" -e x -e d -e '}' -e x -e '/^$/d' | cksum
 }
 tell() { printf '%s%s\n' "$NOTE" "$*"; }
 
@@ -89,4 +88,7 @@ TRIAL_FILE = "zzz-gpu-reclaim-trial.conf"
 `systemctl edit` (override.conf) and after `TUNED_FILE`."""
 
 TUNED_FILE = "zz-gpu-reclaim.conf"
-"""Drop-in of a setting that won."""
+"""Drop-in of a setting of speculative decoding that won."""
+
+MOE_FILE = "zz-gpu-reclaim-moe.conf"
+"""Drop-in of MoE kernel configs that won: apart from the former, for both may be in force."""

@@ -21,7 +21,7 @@ from gpu_reclaim.comparing import (
     needed_z,
     percent,
 )
-from gpu_reclaim.tuning import SpecDecodePlan
+from gpu_reclaim.plans import TrialPlan
 
 RISK = 0.01
 """Chance to replace the present setting though all are equal, over all arms and all looks."""
@@ -61,7 +61,7 @@ class Race:
     """
 
     arms: tuple[str, ...]
-    plan: SpecDecodePlan
+    plan: TrialPlan
     rounds: int = 0
     readings: dict[str, list[Reading]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)

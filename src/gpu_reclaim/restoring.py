@@ -18,6 +18,8 @@ What is on a host while it is held:
 What a tuning leaves on purpose, and nothing here takes away:
 
     /etc/systemd/system/UNIT.d/zz-gpu-reclaim.conf   a winner's flags (or /run, until a reboot)
+    /etc/systemd/system/UNIT.d/zz-gpu-reclaim-moe.conf   and its MoE kernel configs, which are in
+    /var/lib/gpu-reclaim-moe/UNIT/
     /var/lib/gpu-reclaim-tuning/UNIT/KEY/            what was measured
 
 A unit is started without its dependencies (`--job-mode=ignore-dependencies`): exactly what was
@@ -30,7 +32,7 @@ from __future__ import annotations
 from typing import get_args
 
 from gpu_reclaim.commands import PATHS, Section
-from gpu_reclaim.lease import HOST, PRELUDE, TRIAL_FILE, TUNED_FILE, Places
+from gpu_reclaim.lease import HOST, PRELUDE, TRIAL_FILE, Places
 from gpu_reclaim.models import RestoredUnit, RestoreOutcome
 
 START_LIMIT_S = 120
@@ -301,7 +303,6 @@ def filled(text: str, places: Places = HOST) -> str:
         "LIB": places.lib,
         "ETC": places.etc,
         "TRIAL": TRIAL_FILE,
-        "TUNED": TUNED_FILE,
         "LIMIT": str(START_LIMIT_S),
         "TIMER": TIMER,
         "STAGE": STAGE,

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_reclaim.errors import BadInput
+from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
 from gpu_reclaim.specflags import value_of
 from gpu_reclaim.speculation import EAGLE_FAMILY, RESOLVED, normalised, read_flags, same_server
-from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting
 
 _ADAPTIVE_STEPS = (1, 3, 5, 7)
 """Steps that the adaptive mode may begin with, where it has no table of its own."""

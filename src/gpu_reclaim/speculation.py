@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from gpu_reclaim.errors import BadInput
+from gpu_reclaim.plans import SpecSetting
 from gpu_reclaim.specflags import Flag, covered, split_flags
-from gpu_reclaim.tuning import SpecSetting
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms to which steps, top k and draft tokens apply as described at `SpecSetting`."""

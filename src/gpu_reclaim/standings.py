@@ -9,8 +9,9 @@ from statistics import fmean, median
 
 from gpu_reclaim.comparing import Reading, percent, problem, reading, robust_spread_pct
 from gpu_reclaim.deciding import replay
+from gpu_reclaim.plans import TrialPlan
 from gpu_reclaim.racing import DOUBT_Z, Race
-from gpu_reclaim.tuning import ArmResult, ArmState, LevelResult, SpecDecodePlan, Visit
+from gpu_reclaim.tuning import ArmResult, ArmState, LevelResult, Visit
 
 CLEAR_Z = 3.0
 """An arm is called worse, not just no better, when it is three standard deviations behind."""
@@ -33,7 +34,7 @@ class Decision:
     broken: str = ""
 
 
-def decision(arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan) -> Decision:
+def decision(arms: Sequence[str], visits: Sequence[Visit], plan: TrialPlan) -> Decision:
     """Which setting to use, by what is known so far.
 
     Args:
@@ -48,7 +49,7 @@ def decision(arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan)
     return Decision(best, _summary(race, best), final=not race.pending, broken=race.broken)
 
 
-def results(arms: Sequence[str], visits: Sequence[Visit], plan: SpecDecodePlan) -> list[ArmResult]:
+def results(arms: Sequence[str], visits: Sequence[Visit], plan: TrialPlan) -> list[ArmResult]:
     """What became of each setting, in the order of `arms`.
 
     Args:
@@ -92,7 +93,7 @@ def _times(rounds: int) -> str:
     return f"after {rounds} round" + ("" if rounds == 1 else "s")
 
 
-def _readings(arm: str, visits: Sequence[Visit], plan: SpecDecodePlan) -> dict[int, Reading]:
+def _readings(arm: str, visits: Sequence[Visit], plan: TrialPlan) -> dict[int, Reading]:
     """The arm's visits that can be counted, by round."""
     found: dict[int, Reading] = {}
     for visit in visits:
@@ -118,7 +119,7 @@ def _result(
 
 
 def _level(
-    plan: SpecDecodePlan, index: int, mine: dict[int, Reading], base: dict[int, Reading]
+    plan: TrialPlan, index: int, mine: dict[int, Reading], base: dict[int, Reading]
 ) -> LevelResult:
     rows = [one.measured[index] for one in mine.values()]
     both = sorted(mine.keys() & base.keys())

@@ -86,13 +86,14 @@ def close(session: Session) -> None:
     _do(session, "close the trial", body)
 
 
-def keep(session: Session, unit: str, text: str, *, lasting: bool) -> None:
+def keep(session: Session, unit: str, text: str, *, file: str, lasting: bool) -> None:
     """Make what is on trial the unit's own setting; it goes on running.
 
     Args:
         session: The host.
         unit: The unit on trial.
         text: The drop-in.
+        file: Its name.
         lasting: It shall outlive a reboot.
 
     Raises:
@@ -101,18 +102,18 @@ def keep(session: Session, unit: str, text: str, *, lasting: bool) -> None:
         TransportError: As `Transport.run`.
     """
     claim = hold.claim(session)
-    body = trying.keep(claim, unit, text, lasting=lasting, places=session.places)
+    body = trying.keep(claim, unit, text, file=file, lasting=lasting, places=session.places)
     # It stays in `on_trial`: to the keeper its server is no more of an intruder than before.
     _do(session, f"keep the setting of {unit}", body)
 
 
-def is_kept(session: Session, unit: str, text: str, *, lasting: bool) -> bool:
+def is_kept(session: Session, unit: str, text: str, *, file: str, lasting: bool) -> bool:
     """Look whether `keep` was done already, by an attempt whose answer was lost.
 
     Raises:
         TransportError: As `Transport.run`.
     """
-    look = trying.kept(unit, text, lasting=lasting, places=session.places)
+    look = trying.kept(unit, text, file=file, lasting=lasting, places=session.places)
     script = Script("look whether it is kept", {"kept": look})
     return session.links.run(script).section("kept").value("kept") == "yes"
 

@@ -53,8 +53,8 @@ systemctl daemon-reload && tell status taken || tell status unset
 """
 
 _KEEP = r"""
-command_of() { state "$UNIT" ExecStart | sed 's/ ; ignore_errors=.*//'; }
-file="@FOLDER@/$UNIT.d/$TUNED" old=$(command_of) trial=$(cat "$UNITS/$UNIT.d/$TRIAL")
+command_of() { state "$UNIT" ExecStart | sed 's/ ; ignore_errors=.*//'; state "$UNIT" Environment; }
+file="@FOLDER@/$UNIT.d/@FILE@" old=$(command_of) trial=$(cat "$UNITS/$UNIT.d/$TRIAL")
 save() {
   mkdir -p "$RUN/keeping" && { [ ! -e "$file" ] || cp -p "$file" "$RUN/keeping/$UNIT.before"; } &&
     printf '%s\n' "$file" >"$RUN/keeping/$UNIT.path"
@@ -78,7 +78,7 @@ fi
 """
 
 _KEPT = r"""
-if same "@FOLDER@/$UNIT.d/$TUNED" && [ ! -e "$UNITS/$UNIT.d/$TRIAL" ] &&
+if same "@FOLDER@/$UNIT.d/@FILE@" && [ ! -e "$UNITS/$UNIT.d/$TRIAL" ] &&
   ! grep -qxF -- "$UNIT" "$RUN/trials" && [ "$(state "$UNIT" ActiveState)" = active ]; then
   echo kept yes
 fi
@@ -116,27 +116,30 @@ def close(claim: Claim, *, places: Places = HOST) -> str:
     return _joined(claim, "UNIT= TEXT=", _CLOSE, places)
 
 
-def keep(claim: Claim, unit: str, text: str, *, lasting: bool, places: Places = HOST) -> str:
+def keep(
+    claim: Claim, unit: str, text: str, *, file: str, lasting: bool, places: Places = HOST
+) -> str:
     """Shell text that makes what is on trial the unit's own setting; it goes on running.
 
     Args:
         claim: Whose hold it is.
         unit: The unit's own name.
         text: The drop-in.
+        file: Its name.
         lasting: Write it to /etc; else to /run.
         places: Where things are.
     """
-    return _joined(claim, _named(unit, text), _folder(_KEEP, lasting), places)
+    return _joined(claim, _named(unit, text), _filed(_KEEP, file, lasting), places)
 
 
-def kept(unit: str, text: str, *, lasting: bool, places: Places = HOST) -> str:
+def kept(unit: str, text: str, *, file: str, lasting: bool, places: Places = HOST) -> str:
     """Shell text that looks whether that was done already; touches nothing."""
-    body = _folder(_KEPT, lasting)
+    body = _filed(_KEPT, file, lasting)
     return "\n".join([functions(places), _named(unit, text), _SAME, filled(body, places)])
 
 
-def _folder(body: str, lasting: bool) -> str:
-    return body.replace("@FOLDER@", "$ETC" if lasting else "$UNITS")
+def _filed(body: str, file: str, lasting: bool) -> str:
+    return body.replace("@FOLDER@", "$ETC" if lasting else "$UNITS").replace("@FILE@", file)
 
 
 def look(unit: str, *, places: Places = HOST) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from gpu_reclaim import measuring, trial
 from gpu_reclaim.measuring import differing_pct, greedy_answers
+from gpu_reclaim.plans import TrialPlan
 from gpu_reclaim.preflight import Preflight, load_of
 from gpu_reclaim.session import Session
-from gpu_reclaim.speculation import same_server
 from gpu_reclaim.trial import Failure
-from gpu_reclaim.tuning import Measurement, SpecDecodePlan, Visit
+from gpu_reclaim.tuning import Measurement, Visit
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +23,6 @@ StartLimitAction=none
 """
 """A server that ends while it is on trial stays ended, and nothing is done to the machine for it:
 that is an observation."""
-
-STEADY = ("version", "model_path", "tp_size", "dp_size", "max_running_requests", "launch_command")
-"""What of /server_info says that a server is the same as before; so does all that begins with
-`speculative`."""
 
 
 def start(session: Session, before: Preflight, arm: str) -> float | Failure:
@@ -46,15 +42,14 @@ def start(session: Session, before: Preflight, arm: str) -> float | Failure:
     ready = trial.wait_ready(session, server)
     if isinstance(ready, Failure):
         return ready
-    info = measuring.server_info(session, server)
-    wrong = same_server(before.settings[arm], info, max_running_requests=before.running)
+    wrong = before.wrong_on_trial(session, arm)
     return Failure(f"it runs with other arguments: {'; '.join(wrong)}") if wrong else ready
 
 
 def visit(
     session: Session,
     before: Preflight,
-    plan: SpecDecodePlan,
+    plan: TrialPlan,
     turn: tuple[str, int],
     reference: Sequence[str],
 ) -> tuple[Visit, list[str]]:
@@ -86,7 +81,7 @@ def visit(
     for level in plan.levels:
         name = f"{arm.replace(' ', '-').replace('/', '.')}-round-{number}-at-{level}"
         load = load_of(before, plan, level, name)
-        found = measuring.measure(session, before.server, before.tool, load)
+        found = measuring.measure(session, before.server, before.found.tool, load)
         if isinstance(found, str):
             return _failed(turn, _failure(session, before, found), ready), answers
         levels.append(found)
@@ -120,24 +115,3 @@ def _capacity(session: Session, before: Preflight) -> int | None:
     except (LookupError, TypeError):
         return None
     return value if isinstance(value, int) else None
-
-
-def changed(session: Session, before: Preflight) -> list[str]:
-    """Where the server that serves now differs from the one that was found first.
-
-    Raises:
-        TransportError: As `Transport.run`.
-    """
-    info = measuring.server_info(session, before.server)
-    if not info:
-        return ["it does not answer /server_info"]
-    names = [x for x in before.info if x in STEADY or x.startswith("speculative")]
-    return [
-        f"{name} was {before.info[name]!r:.100} and is {info.get(name)!r:.100}"
-        for name in names
-        if name != "launch_command" and info.get(name) != before.info[name]
-    ] + (
-        ["its command line is another"]
-        if info.get("launch_command") != before.info.get("launch_command")
-        else []
-    )

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from gpu_reclaim.blocks import GpuHost, LlmServer
 from gpu_reclaim.models import ReclaimPolicy
-from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting
+from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
 from guest import holds, ways
 from lab.lab import Lab
 from lab.waiting import wait_until

@@ -21,9 +21,10 @@ from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadInput, HoldLost, Intruded, NotInForce
 from gpu_reclaim.flows import exclusive, reclaim_gpus, spec_decode, spec_decode_retune
 from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
+from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
 from gpu_reclaim.tasks import artifacts, slots
 from gpu_reclaim.tasks import host as host_tasks
-from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting, TuningReport
+from gpu_reclaim.tuning import TuningReport
 from prefect_layer.conftest import put_behind_every_name
 from prefect_layer.pretend_server import (
     BEST,

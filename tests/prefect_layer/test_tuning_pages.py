@@ -14,9 +14,10 @@ import pytest
 from prefect import flow, get_client
 from prefect.client.schemas.objects import Artifact
 
+from gpu_reclaim.plans import SpecDecodePlan
 from gpu_reclaim.tasks import artifacts, tuning_pages, tuning_progress
 from gpu_reclaim.tasks.tuning_progress import Progress
-from gpu_reclaim.tuning import SpecDecodePlan, TuningReport
+from gpu_reclaim.tuning import TuningReport
 from unit.tunings import arm, report, visit
 
 PLAN = SpecDecodePlan()

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpu_reclaim import holding, trying
 from gpu_reclaim.commands import Section
 from gpu_reclaim.holding import Answer, Claim
-from gpu_reclaim.lease import Places
+from gpu_reclaim.lease import TUNED_FILE, Places
 from gpu_reclaim.models import Lease
 from gpu_reclaim.restoring import parse_units
 from unit.shells import here, stub
@@ -88,11 +88,11 @@ class HeldHost:
 
     def keep(self, name: str, text: str, *, lasting: bool, token: str = "t1") -> Answer:
         claim = Claim(token, ttl_s=60)
-        body = trying.keep(claim, name, text, lasting=lasting, places=self.places)
+        body = trying.keep(claim, name, text, file=TUNED_FILE, lasting=lasting, places=self.places)
         return holding.parse(self._run(body))
 
     def kept(self, name: str, text: str, *, lasting: bool) -> bool:
-        body = trying.kept(name, text, lasting=lasting, places=self.places)
+        body = trying.kept(name, text, file=TUNED_FILE, lasting=lasting, places=self.places)
         return self._run(body).value("kept") == "yes"
 
     def drop_ins(self, name: str) -> list[str]:

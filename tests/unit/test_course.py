@@ -9,9 +9,11 @@ import pytest
 
 from gpu_reclaim.course import GO_ON, RECLAIM_S, Tuning
 from gpu_reclaim.errors import NotInForce
+from gpu_reclaim.finding import requests_at
 from gpu_reclaim.models import ReclaimPolicy
-from gpu_reclaim.preflight import ladder_s, requests_at
-from gpu_reclaim.tuning import SpecDecodePlan, Visit
+from gpu_reclaim.plans import SpecDecodePlan
+from gpu_reclaim.preflight import ladder_s
+from gpu_reclaim.tuning import Visit
 from unit.tuned import PLAN, before, visit
 
 PRESENT, OFF, TWO = before().settings

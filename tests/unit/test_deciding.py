@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from gpu_reclaim.comparing import needed_z, problem, t_of_z, z_of_t
 from gpu_reclaim.deciding import next_visit, replay
+from gpu_reclaim.plans import SpecDecodePlan
 from gpu_reclaim.standings import decision, results
-from gpu_reclaim.tuning import SpecDecodePlan, Visit
+from gpu_reclaim.tuning import Visit
 from unit.tuned import row, visit
 
 Answer = Callable[[str, int], Visit]

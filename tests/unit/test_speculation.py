@@ -9,10 +9,10 @@ import pytest
 from hypothesis import strategies as st
 
 from gpu_reclaim.errors import BadInput
+from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
 from gpu_reclaim.specflags import split_flags, value_of
 from gpu_reclaim.spectrials import refusal, trials
 from gpu_reclaim.speculation import normalised, read_flags, same_server, with_setting
-from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting
 from unit.strategies import always
 
 OFF = SpecSetting(off=True)

@@ -9,6 +9,7 @@ import pytest
 
 from gpu_reclaim import trial
 from gpu_reclaim.errors import BadAnswer, CommandFailed, HoldLost, LinkLost, Unreachable
+from gpu_reclaim.lease import MOE_FILE, TUNED_FILE
 from gpu_reclaim.session import Session
 from gpu_reclaim.transport.scripted import Answer
 from gpu_reclaim.trial import Failure, wait_ready, without
@@ -202,7 +203,9 @@ DROP_IN = "[Service]\nExecStart=x\n"
 ACTS: dict[str, Callable[[Session], None]] = {
     f"start {UNIT} on trial": lambda session: trial.begin(session, UNIT, DROP_IN),
     "close the trial": trial.close,
-    f"keep the setting of {UNIT}": lambda session: trial.keep(session, UNIT, DROP_IN, lasting=True),
+    f"keep the setting of {UNIT}": lambda session: trial.keep(
+        session, UNIT, DROP_IN, file=TUNED_FILE, lasting=True
+    ),
 }
 
 
@@ -266,8 +269,8 @@ def test_the_session_knows_what_is_on_trial() -> None:
 def test_where_a_setting_is_kept(lasting: bool, folder: str) -> None:
     name = f"keep the setting of {UNIT}"
     made = tuned({name: {"hold": "status taken"}})
-    trial.keep(made.session, UNIT, DROP_IN, lasting=lasting)
+    trial.keep(made.session, UNIT, DROP_IN, file=MOE_FILE, lasting=lasting)
 
     text = made.direct.asked[0].sections["hold"]
-    assert f'file="{folder}/$UNIT.d/$TUNED"' in text
+    assert f'file="{folder}/$UNIT.d/zz-gpu-reclaim-moe.conf"' in text
     assert DROP_IN in text

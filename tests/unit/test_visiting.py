@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from gpu_reclaim.errors import BadAnswer, CommandFailed, HoldLost, LinkLost
+from gpu_reclaim.finding import changed
 from gpu_reclaim.transport.scripted import Answer
 from gpu_reclaim.trial import Failure
 from gpu_reclaim.tuning import Visit
-from gpu_reclaim.visiting import changed, start, visit
+from gpu_reclaim.visiting import start, visit
 from unit.scenery import Scene
 from unit.tuned import (
     INFO,
@@ -22,6 +23,7 @@ from unit.tuned import (
     answered,
     before,
     benched,
+    found_server,
     looked,
     texts,
     tuned,
@@ -192,7 +194,7 @@ def test_a_setting_is_proven(arm: str, info: dict[str, Any]) -> None:
 
 def differences(**more: object) -> list[str]:
     now = {name: value for name, value in {**INFO, **more}.items() if value is not ...}
-    return changed(tuned({ARGUMENTS: answered((200, now))}).session, before())
+    return changed(tuned({ARGUMENTS: answered((200, now))}).session, found_server())
 
 
 def test_all_as_before() -> None:
@@ -224,4 +226,4 @@ def test_a_command_line_with_a_key_is_not_shown() -> None:
 def test_a_server_that_does_not_answer() -> None:
     made = tuned({ARGUMENTS: answered((0, "refused"))})
 
-    assert changed(made.session, before()) == ["it does not answer /server_info"]
+    assert changed(made.session, found_server()) == ["it does not answer /server_info"]

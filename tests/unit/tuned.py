@@ -10,16 +10,18 @@ from typing import Any
 
 from gpu_reclaim.benching import NEEDED, Tool
 from gpu_reclaim.commands import Script
+from gpu_reclaim.finding import Found
 from gpu_reclaim.lease import Places
-from gpu_reclaim.preflight import Preflight
+from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
 from gpu_reclaim.servercommand import ServerCommand
 from gpu_reclaim.serving import Server
 from gpu_reclaim.session import Session
+from gpu_reclaim.specpreflight import SpecPreflight
 from gpu_reclaim.transport import Transport
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.local import LocalTransport
 from gpu_reclaim.transport.scripted import Answer
-from gpu_reclaim.tuning import Measurement, SpecDecodePlan, SpecSetting, Visit
+from gpu_reclaim.tuning import Measurement, Visit
 from unit.scenery import Host, Scene, Unit, scene
 
 UNIT = "sglang.service"
@@ -99,21 +101,23 @@ def setting(steps: int) -> SpecSetting:
     return SpecSetting(algorithm="NEXTN", num_steps=steps, eagle_topk=1, num_draft_tokens=steps + 1)
 
 
-def before(**more: Any) -> Preflight:
-    """What `preflight` finds at a host whose server runs with `FLAGS`."""
+def found_server() -> Found:
+    """What `find` tells of a host whose server runs with `FLAGS`."""
+    return Found(SERVER, INFO, TOOL, model="/models/glm", parts={"unit": UNIT}, start_s=60)
+
+
+def before(**more: Any) -> SpecPreflight:
+    """What is known before a tuning of that server."""
     trials = (setting(3), SpecSetting(off=True), setting(2))
-    found = Preflight(
-        server=SERVER,
-        command=ServerCommand(UNIT, FILE, HEAD, "", variables=False, flags=FLAGS),
-        settings={str(one): one for one in trials},
+    found = SpecPreflight(
+        found=found_server(),
+        arms=tuple(str(one) for one in trials),
         refused={"NEXTN 0/1/0": "without steps, top k must not be given either"},
-        info=INFO,
-        tool=TOOL,
-        running=64,
-        model="/models/glm",
         parts={"unit": UNIT},
         place=f"/var/lib/gpu-reclaim-tuning/{UNIT}/0123456789ab",
-        start_s=60,
+        command=ServerCommand(UNIT, FILE, HEAD, "", variables=False, flags=FLAGS),
+        settings={str(one): one for one in trials},
+        running=64,
     )
     return replace(found, **more)
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from gpu_reclaim.errors import BadAnswer, BadInput, LinkLost
+from gpu_reclaim.finding import START_S
 from gpu_reclaim.logbook import key_of
-from gpu_reclaim.preflight import START_S, Preflight, load_of, preflight
+from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
+from gpu_reclaim.preflight import load_of
+from gpu_reclaim.specpreflight import SpecPreflight, spec_preflight
 from gpu_reclaim.transport.scripted import Answer
-from gpu_reclaim.tuning import SpecDecodePlan, SpecSetting
 from unit.scenery import Unit, scene
 from unit.tuned import (
     FLAGS,
@@ -34,8 +36,10 @@ from unit.tuned import (
 Told = Mapping[str, Answer | list[Answer]]
 
 
-def found(told: Told | None = None, plan: SpecDecodePlan = PLAN, server: Any = SERVER) -> Preflight:
-    return preflight(tuned(told).session, server, plan)
+def found(
+    told: Told | None = None, plan: SpecDecodePlan = PLAN, server: Any = SERVER
+) -> SpecPreflight:
+    return spec_preflight(tuned(told).session, server, plan)
 
 
 def info(**more: object) -> Told:
@@ -50,11 +54,16 @@ def flags(*more: str) -> Told:
 
 def test_all_that_is_found() -> None:
     made = tuned(info(startup_time=71.5))
-    seen = preflight(made.session, SERVER, PLAN)
+    seen = spec_preflight(made.session, SERVER, PLAN)
 
     assert list(seen.settings) == [seen.current, "off", "NEXTN 1/1/2", "NEXTN 2/1/3", "NEXTN 4/1/5"]
     assert (seen.current, seen.refused) == ("NEXTN 3/1/4", {})
-    assert (seen.tool, seen.model, seen.running, seen.start_s) == (TOOL, "/models/glm", 64, 71.5)
+    assert (seen.found.tool, seen.found.model, seen.running, seen.found.start_s) == (
+        TOOL,
+        "/models/glm",
+        64,
+        71.5,
+    )
     assert seen.command.flags == FLAGS
     assert seen.place == f"/var/lib/gpu-reclaim-tuning/{UNIT}/{key_of(seen.parts)}"
     assert made.writes == []
@@ -62,7 +71,7 @@ def test_all_that_is_found() -> None:
 
 def test_nothing_is_written() -> None:
     made = tuned()
-    preflight(made.session, SERVER, PLAN)
+    spec_preflight(made.session, SERVER, PLAN)
 
     assert [script.name for script in made.direct.asked if script.writes] == []
 
@@ -100,7 +109,7 @@ def test_nothing_is_written() -> None:
 def test_what_is_refused(told: Told, words: str) -> None:
     made = tuned(told)
     with pytest.raises(BadInput, match=words) as caught:
-        preflight(made.session, SERVER, PLAN)
+        spec_preflight(made.session, SERVER, PLAN)
 
     assert caught.value.remedy
     assert KEY not in f"{caught.value}"
@@ -123,7 +132,7 @@ def test_what_is_nobodys_fault(told: Told, kind: type[Exception]) -> None:
 def test_a_unit_of_another_host() -> None:
     made = tuned()
     with pytest.raises(BadInput, match=r"other\.service is none of its units \(sglang\.service\)"):
-        preflight(made.session, replace(SERVER, unit="other.service"), PLAN)
+        spec_preflight(made.session, replace(SERVER, unit="other.service"), PLAN)
 
     assert made.asked == ["read the GPUs"]
 
@@ -137,7 +146,7 @@ def test_a_unit_of_another_host() -> None:
     ],
 )
 def test_whose_tokenizer(path: str, more: dict[str, object], model: str) -> None:
-    assert found(info(**more), server=replace(SERVER, model_path=path)).model == model
+    assert found(info(**more), server=replace(SERVER, model_path=path)).found.model == model
 
 
 @pytest.mark.parametrize(
@@ -231,12 +240,14 @@ def test_where_etc_cannot_be_written_to_nothing_is_measured_in_vain() -> None:
 def test_the_units_own_name_is_used() -> None:
     host = TunedHost(units={UNIT: Unit(names="llm.service")})
     made = scene(host, units=["sglang"])
-    assert preflight(made.session, replace(SERVER, unit="llm.service"), PLAN).server.unit == UNIT
+    assert (
+        spec_preflight(made.session, replace(SERVER, unit="llm.service"), PLAN).server.unit == UNIT
+    )
 
 
 @pytest.mark.parametrize("took", [None, 0, -1, "71"])
 def test_a_start_that_took_nobody_knows_how_long(took: object) -> None:
-    assert found(info(startup_time=took)).start_s == START_S
+    assert found(info(startup_time=took)).found.start_s == START_S
 
 
 def test_settings_that_are_refused_are_named() -> None:
@@ -278,7 +289,7 @@ def test_measurements_on_other_gpus_are_not_compared() -> None:
     made = tuned()
     made.host.used = [0, 0]
 
-    assert preflight(made.session, SERVER, PLAN).place != found().place
+    assert spec_preflight(made.session, SERVER, PLAN).place != found().place
 
 
 @pytest.mark.parametrize(
