@@ -71,7 +71,7 @@ def begin(session: Session, unit: str, text: str) -> None:
     """
     session.on_trial.add(unit)
     body = trying.begin(hold.claim(session), unit, text, places=session.places)
-    _do(session, f"start {unit} on trial", body)
+    act(session, f"start {unit} on trial", body)
 
 
 def close(session: Session) -> None:
@@ -83,7 +83,7 @@ def close(session: Session) -> None:
         TransportError: As `Transport.run`.
     """
     body = trying.close(hold.claim(session), places=session.places)
-    _do(session, "close the trial", body)
+    act(session, "close the trial", body)
 
 
 def keep(session: Session, unit: str, text: str, *, file: str, lasting: bool) -> None:
@@ -104,7 +104,7 @@ def keep(session: Session, unit: str, text: str, *, file: str, lasting: bool) ->
     claim = hold.claim(session)
     body = trying.keep(claim, unit, text, file=file, lasting=lasting, places=session.places)
     # It stays in `on_trial`: to the keeper its server is no more of an intruder than before.
-    _do(session, f"keep the setting of {unit}", body)
+    act(session, f"keep the setting of {unit}", body)
 
 
 def is_kept(session: Session, unit: str, text: str, *, file: str, lasting: bool) -> bool:
@@ -118,7 +118,14 @@ def is_kept(session: Session, unit: str, text: str, *, file: str, lasting: bool)
     return session.links.run(script).section("kept").value("kept") == "yes"
 
 
-def _do(session: Session, name: str, body: str) -> None:
+def act(session: Session, name: str, body: str) -> None:
+    """Run a script of the hold that begins, ends or changes something that runs on the host.
+
+    Raises:
+        CommandFailed: It could not be done.
+        HoldLost: The hold is no longer ours.
+        TransportError: As `Transport.run`.
+    """
     result, answer = hold.ask(session, name, body, hold.SCRIPT_S)
     if answer.status in ("unset", "running"):
         raise CommandFailed(
