@@ -103,4 +103,5 @@ class LlmServer(Careful, Block):
             dataset_name=self.dataset_name,
             dataset_path=self.dataset_path,
             api_key=self.api_key.get_secret_value(),
+            sglang_source=self.sglang_source,
         )

@@ -6,22 +6,13 @@ from prefect import flow
 
 from gpu_reclaim.course import Tuning
 from gpu_reclaim.flows.exclusive import exclusive_gpus
-from gpu_reclaim.flows.reclaim import reclaim_gpus
+from gpu_reclaim.flows.trials import run_trials
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.plans import SpecDecodePlan
 from gpu_reclaim.tasks.host import DEFAULT_POLICY, host_of, open_host, with_defaults
 from gpu_reclaim.tasks.restoring import put_back_after
-from gpu_reclaim.tasks.tuning import (
-    apply_setting,
-    close_trial,
-    look_before_tuning,
-    measure_setting,
-    prove_in_force,
-    read_logbook,
-    set_aside_logbook,
-)
+from gpu_reclaim.tasks.tuning import look_before_tuning, prove_in_force, read_logbook
 from gpu_reclaim.tasks.tuning_pages import show_trials, show_tuning
-from gpu_reclaim.tasks.tuning_progress import Progress
 from gpu_reclaim.tuning import TuningReport
 
 DEFAULT_PLAN = SpecDecodePlan()
@@ -86,40 +77,9 @@ def spec_decode_retune(
 
 
 def _tune(tuning: Tuning) -> TuningReport:
-    plan, host, current = tuning.plan, tuning.host, tuning.before.current
     not_kept = ""
-    if tuning.turn is not None or (tuning.winner != current and plan.apply == "if_better"):
-        with exclusive_gpus(host, tuning.policy, server=tuning.server):
-            if not plan.fresh:
-                # A run that was waited for may have gone on with it.
-                tuning.resume(*read_logbook(host, tuning.before))
-            if not tuning.visits:
-                set_aside_logbook(host, tuning.before)
-            free = _measure(tuning)
-            if tuning.winner != current and plan.apply == "if_better":
-                _free(tuning, free=free)
-                not_kept = apply_setting(host, tuning.before, tuning.winner, lasting=plan.persist)
-                tuning.applied = not not_kept
-    proof = prove_in_force(host, tuning.before, tuning.winner if tuning.applied else current)
+    if tuning.unfinished:
+        with exclusive_gpus(tuning.host, tuning.policy, server=tuning.server):
+            not_kept = run_trials(tuning)
+    proof = prove_in_force(tuning.host, tuning.before, tuning.in_force)
     return tuning.report(not_kept=not_kept, proof=proof)
-
-
-def _measure(tuning: Tuning) -> bool:
-    """Measure until it is decided; whether the GPUs are still free then."""
-    progress, free = Progress(tuning.server), True
-    while (turn := tuning.turn) is not None:
-        progress.visit(*tuning.progress(turn))
-        _free(tuning, free=free)
-        seen, tuning.answers = measure_setting(
-            tuning.host, tuning.before, tuning.plan, turn, tuning.answers
-        )
-        tuning.visits.append(seen)
-        free = False
-    progress.visit(1, 1, "decided", 0)
-    return free
-
-
-def _free(tuning: Tuning, *, free: bool) -> None:
-    if not free:
-        close_trial(tuning.host)
-        reclaim_gpus(tuning.host, tuning.policy)

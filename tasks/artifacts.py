@@ -6,12 +6,14 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from textwrap import wrap
 from typing import Any, cast
 
 from httpx import HTTPError
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 
+from gpu_reclaim.commands import printable
 from gpu_reclaim.models import (
     Ended,
     Gpu,
@@ -267,3 +269,15 @@ def show_exclusive(host: str, moments: Sequence[tuple[str, str]], report: Restor
 
 def _unit(unit: str, triggers: Sequence[str]) -> str:
     return f"{unit} (and {', '.join(triggers)}, which would start it again)" if triggers else unit
+
+
+def fenced(text: str, lines: int = 20, width: int = 400) -> str:
+    """The last lines of somebody else's text as a code block that nothing in it can end."""
+    last = [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
+    # A block of Prefect's pages does not wrap.
+    rows = [row for line in last for row in wrap(printable(line, limit=width), 78)]
+    shown = "\n".join(rows)
+    # A block ends at a row of backticks as long as its own: this one's is longer than any inside.
+    longest = max((len(row) for row in re.findall(r"`+", shown)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{shown}\n{fence}"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import logging
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
 
-from gpu_reclaim.commands import printable
 from gpu_reclaim.plans import TrialPlan
 from gpu_reclaim.tasks import artifacts
-from gpu_reclaim.tasks.artifacts import Row, cell, grid, slug
+from gpu_reclaim.tasks.artifacts import Row, cell, fenced, grid, slug
 from gpu_reclaim.tasks.chart_looks import STATES
 from gpu_reclaim.tasks.charts import throughput_chart
+from gpu_reclaim.tasks.moe_tables import kernels_table, sizes_table
 from gpu_reclaim.tuning import ArmResult, LevelResult, TuningOutcome, TuningReport, Visit
 
 log = logging.getLogger(__name__)
@@ -26,15 +24,22 @@ TITLES: dict[TuningOutcome, str] = {
     "found": "a better setting was found, not applied",
     "replaced": "a better setting is in force",
     "unfinished": "ended before it was decided",
+    "measured": "kernels were timed, nothing was changed",
 }
 
 
-def show_tuning(report: TuningReport, plan: TrialPlan) -> None:
-    """The whole tuning on one page, and its settings as a table."""
+def show_tuning(report: TuningReport, plan: TrialPlan, kind: str = "spec-decode") -> None:
+    """The whole tuning on one page, and its settings as a table.
+
+    Args:
+        report: What is shown.
+        plan: How it was decided.
+        kind: Of tuning, for the artifacts' names.
+    """
     title = f"{report.server}: {TITLES[report.outcome]}"
-    artifacts.markdown(slug("spec-decode", report.server), page(report, plan), title)
+    artifacts.markdown(slug(kind, report.server), page(report, plan), title)
     rows = _arm_rows(report)
-    artifacts.table(slug("spec-decode-settings", report.server), rows, f"Settings of {title}")
+    artifacts.table(slug(f"{kind}-settings", report.server), rows, f"Settings of {title}")
 
 
 def show_trials(
@@ -63,9 +68,9 @@ def show_trials(
         f"setting and round: up to {plan.rounds} rounds.",
         "## Settings",
         grid(rows),
-        *_refused(refused),
+        *refused_ones(refused),
         "## How it is decided",
-        _rules(plan),
+        rules(plan),
     ]
     artifacts.markdown(slug("spec-decode-plan", server), "\n\n".join(parts), f"{server}: plan")
 
@@ -80,9 +85,11 @@ def page(report: TuningReport, plan: TrialPlan) -> str:
     if report.arms:
         rows = [{k: v for k, v in row.items() if k != "why"} for row in _arm_rows(report)]
         reasons = {arm.arm: arm.why for arm in report.arms if arm.why}
-        parts += ["## Settings", grid(rows), *_reasons(reasons), _rules(plan)]
+        parts += ["## Settings", grid(rows), *_reasons(reasons), rules(plan)]
     parts += _levels(report.arms)
-    parts += _refused(report.refused)
+    parts += refused_ones(report.refused)
+    parts += sizes_table(report.sizes)
+    parts += kernels_table(report.kernels)
     parts += _failures(report.visits)
     parts += _timeline(report)
     return "\n\n".join(parts)
@@ -92,6 +99,7 @@ def _in_force(report: TuningReport) -> list[str]:
     """What shows that the setting is in force, and where that is written."""
     lines = [f"- Proof: {cell(report.proof)}"] if report.proof else []
     lines += [f"- Drop-in on the host: {cell(report.drop_in)}"] if report.drop_in else []
+    lines += [f"- Its configs on the host: {cell(report.overlay)}"] if report.overlay else []
     lines += [f"- Raw records on the host: {cell(report.raw)}"] if report.raw else []
     return ["\n".join(lines)] if lines else []
 
@@ -128,7 +136,7 @@ def _arm_row(arm: ArmResult, visits: Sequence[Visit]) -> Row:
     }
 
 
-def _rules(plan: TrialPlan) -> str:
+def rules(plan: TrialPlan) -> str:
     """What counts as better, in sentences."""
     said = [
         f"The present setting is replaced from {plan.min_gain_pct:+g} % on, if no concurrency "
@@ -163,7 +171,8 @@ def _level_row(arm: ArmResult, level: LevelResult) -> Row:
     }
 
 
-def _refused(refused: Mapping[str, str]) -> list[str]:
+def refused_ones(refused: Mapping[str, str]) -> list[str]:
+    """What is not tried, and why."""
     return ["## Not tried", *_reasons(refused)] if refused else []
 
 
@@ -179,20 +188,8 @@ def _failures(visits: Sequence[Visit]) -> list[str]:
     parts = ["## Failures"] if failed else []
     for visit in failed.values():
         parts.append(f"**{cell(visit.arm)}**, round {visit.round}: {cell(visit.failure)}")
-        parts += [_fenced(visit.detail)] if visit.detail.strip() else []
+        parts += [fenced(visit.detail)] if visit.detail.strip() else []
     return parts
-
-
-def _fenced(text: str, lines: int = 20, width: int = 400) -> str:
-    """The last lines of somebody else's text as a code block that nothing in it can end."""
-    last = [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
-    # A block of Prefect's pages does not wrap.
-    rows = [row for line in last for row in wrap(printable(line, limit=width), 78)]
-    shown = "\n".join(rows)
-    # A block ends at a row of backticks as long as its own: this one's is longer than any inside.
-    longest = max((len(row) for row in re.findall(r"`+", shown)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{shown}\n{fence}"
 
 
 def _timeline(report: TuningReport) -> list[str]:

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class Progress:
     """A bar on the run's page, moved forward by each visit. It never fails a run."""
 
-    def __init__(self, server: str) -> None:
-        self._key = artifacts.slug("spec-decode-progress", server)
+    def __init__(self, server: str, kind: str) -> None:
+        self._key = artifacts.slug(f"{kind}-progress", server)
         self._bar: UUID | None = None
 
     def visit(self, done: int, total: int, visit: str, minutes_left: float) -> None:

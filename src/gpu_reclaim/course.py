@@ -38,6 +38,7 @@ class Tuning:
         answers: The present setting's greedy answers; none yet: empty.
         resumed: So many visits are an earlier run's.
         applied: The winner's drop-in is in place.
+        began: When, in seconds, by a clock that never goes back.
     """
 
     server: str
@@ -49,7 +50,7 @@ class Tuning:
     answers: list[str] = field(default_factory=list)
     resumed: int = 0
     applied: bool = False
-    _began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def arms(self) -> list[str]:
@@ -60,7 +61,7 @@ class Tuning:
     def turn(self) -> tuple[str, int] | None:
         """What to measure next; None when it is decided, or its time is over."""
         most = self.plan.limit_minutes or math.inf
-        in_time = self._minutes + self._visit_s / 60 <= most
+        in_time = self._minutes + self.visit_s / 60 <= most
         return next_visit(self.arms, self.visits, self.plan) if in_time else None
 
     @property
@@ -70,8 +71,23 @@ class Tuning:
         return found.arm if found.final else self.before.current
 
     @property
+    def to_apply(self) -> bool:
+        """There is a winner, and the plan wants it to be kept."""
+        return self.winner != self.before.current and self.plan.apply == "if_better"
+
+    @property
+    def unfinished(self) -> bool:
+        """Something is left to measure or to apply."""
+        return self.turn is not None or self.to_apply
+
+    @property
+    def in_force(self) -> str:
+        """The setting that should be in force after the tuning."""
+        return self.winner if self.applied else self.before.current
+
+    @property
     def _minutes(self) -> float:
-        return (time.monotonic() - self._began) / 60
+        return (time.monotonic() - self.began) / 60
 
     @property
     def most_visits(self) -> int:
@@ -81,10 +97,10 @@ class Tuning:
     @property
     def most_minutes(self) -> float:
         """How long all of those take, in minutes."""
-        return self.most_visits * self._visit_s / 60
+        return self.most_visits * self.visit_s / 60
 
     @property
-    def _visit_s(self) -> float:
+    def visit_s(self) -> float:
         """Seconds of a visit: as measured, else guessed."""
         took = [x.ready_s + sum(row.seconds for row in x.levels) for x in self.visits if x.levels]
         guess = self.before.found.start_s + ladder_s(self.plan)
@@ -100,7 +116,7 @@ class Tuning:
         """Visits done and at most, what comes now, and the most minutes that are left."""
         done, most = len(self.visits), self.most_visits
         words = f"round {turn[1]} of {self.plan.rounds}, {turn[0]}"
-        return done, most, words, max(0, most - done) * self._visit_s / 60
+        return done, most, words, max(0, most - done) * self.visit_s / 60
 
     def planned(self) -> TuningReport:
         """The report where nothing was touched."""
@@ -135,10 +151,7 @@ class Tuning:
 
     def broken(self, error: BaseException) -> TuningReport:
         """The report of one that an error ended: what was measured until then."""
-        # Only of our own errors it is known that they tell no secret.
-        ours = f": {error.message}" if isinstance(error, GpuReclaimError) else ""
-        why = f"{type(error).__name__}{ours}"
-        said, remedy = f"It was ended by an error: {why}", GO_ON
+        said, remedy = f"It was ended by an error: {error_words(error)}", GO_ON
         if not self.applied:
             return self._report("unfinished", said, remedy=remedy)
         unit, place = self.before.server.unit, self._place
@@ -170,3 +183,9 @@ class Tuning:
                 **more,
             }
         )
+
+
+def error_words(error: BaseException) -> str:
+    """An error for people; only of our own ones it is known that they tell no secret."""
+    ours = f": {error.message}" if isinstance(error, GpuReclaimError) else ""
+    return f"{type(error).__name__}{ours}"

@@ -140,6 +140,31 @@ def read_unit(session: Session, unit: str) -> serverunit.Unit:
     return serverunit.parse_server(session.links.run(script).section("unit"), unit)
 
 
+def check_place(session: Session, unit: serverunit.Unit, file: str, *, lasting: bool) -> None:
+    """Refuse where a winner's drop-in could not be kept.
+
+    Args:
+        session: The host.
+        unit: The server's.
+        file: Name of the drop-in.
+        lasting: It shall outlive a reboot.
+
+    Raises:
+        BadInput: The place is read-only, or another file would hide it.
+    """
+    if lasting and unit.fixed:
+        raise BadInput(
+            f"{session.host}: /etc/systemd/system cannot be written to, so no winner could be kept",
+            remedy="use persist = false (until a reboot) or apply = never",
+        )
+    there = f"/etc/systemd/system/{unit.name}.d/{file}"
+    if not lasting and there in unit.properties.get("DropInPaths", "").split():
+        raise BadInput(
+            f"{session.host}: {there} is there, and would hide a winner's file in /run",
+            remedy="keep the winner after a reboot too (persist)",
+        )
+
+
 def _gpus(session: Session) -> list[str]:
     reading = look(session, "read the GPUs").reading
     return [f"{gpu.name} {gpu.uuid}" for gpu in reading.gpus]

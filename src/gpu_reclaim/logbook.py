@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadAnswer
 from gpu_reclaim.session import Session
-from gpu_reclaim.tuning import Visit
+from gpu_reclaim.tuning import TunedSize, Visit
 
 FOLDER = "gpu-reclaim-tuning"
 """Below /var/lib; apart from the hold's own folder, which is gone with the hold."""
@@ -89,6 +89,36 @@ def add(session: Session, place: str, visit: Visit) -> None:
     """
     # An empty line before it: what an earlier, cut one left is no part of this.
     _write(session, place, "visits.jsonl", f"\n{visit.model_dump_json()}\n", more=True)
+
+
+def read_sizes(session: Session, place: str) -> list[TunedSize]:
+    """The batch sizes that were tuned, or failed, the last word on each; however long ago.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    body = (
+        f"cd {shlex.quote(place)} || exit 0\n[ ! -e sizes.jsonl ] || sed 's/^/size /' sizes.jsonl"
+    )
+    section = session.links.run(Script("read what was tuned", {"book": body})).section("book")
+    found: dict[int, TunedSize] = {}
+    for line in section.lines("size"):
+        try:
+            size = TunedSize.model_validate_json(line)
+        except ValueError:
+            continue
+        found[size.tokens] = size
+    return [found[tokens] for tokens in sorted(found)]
+
+
+def add_size(session: Session, place: str, size: TunedSize) -> None:
+    """Put a batch size on record.
+
+    Raises:
+        BadAnswer: It could not be written.
+        TransportError: As `Transport.run`.
+    """
+    _write(session, place, "sizes.jsonl", f"\n{size.model_dump_json()}\n", more=True)
 
 
 def set_aside(session: Session, place: str) -> None:

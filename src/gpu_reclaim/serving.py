@@ -34,6 +34,7 @@ class Server:
         dataset_name: What kind of file the benchmark's prompts are in.
         dataset_path: That file, on the host.
         api_key: Its own, where it wants one.
+        sglang_source: A checkout of SGLang there, with the tuning scripts.
     """
 
     unit: str
@@ -44,6 +45,7 @@ class Server:
     dataset_name: str = "sharegpt"
     dataset_path: str = ""
     api_key: str = field(default="", repr=False)
+    sglang_source: str = ""
 
 
 def wait_healthy(session: Session, server: Server) -> tuple[bool, str]:

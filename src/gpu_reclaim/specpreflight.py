@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gpu_reclaim import logbook, measuring
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.execstart import locate
-from gpu_reclaim.finding import changed, find, read_unit, running_requests
+from gpu_reclaim.finding import changed, check_place, find, read_unit, running_requests
 from gpu_reclaim.lease import TUNED_FILE
 from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
 from gpu_reclaim.preflight import Preflight
@@ -124,16 +124,8 @@ def _command(session: Session, server: Server, plan: SpecDecodePlan) -> ServerCo
             remedy="rename that drop-in, for example to override.conf",
         )
     applies = plan.mode == "tune" and plan.apply == "if_better"
-    if applies and not plan.persist and command.file.startswith("/etc/") and name == TUNED_FILE:
-        raise BadInput(
-            f"{session.host}: {command.file} is there, and would hide a winner's file in /run",
-            remedy="keep the winner after a reboot too (persist)",
-        )
-    if applies and plan.persist and unit.fixed:
-        raise BadInput(
-            f"{session.host}: /etc/systemd/system cannot be written to, so no winner could be kept",
-            remedy="use persist = false (until a reboot) or apply = never",
-        )
+    if applies:
+        check_place(session, unit, TUNED_FILE, lasting=plan.persist)
     if applies and command.from_process and hides_secrets(command.flags):
         raise BadInput(
             f"{session.host}: a secret of {server.unit} is in its environment, and a winner's file "

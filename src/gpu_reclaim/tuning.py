@@ -118,10 +118,54 @@ class ArmResult(BaseModel):
     levels: list[LevelResult] = []
 
 
-TuningOutcome = Literal["planned", "kept", "found", "replaced", "unfinished"]
+class TunedSize(BaseModel):
+    """What SGLang's tuning script found for one batch size.
+
+    Attributes:
+        tokens: Tokens in one call of the kernel.
+        row: The kernel's launch parameters; empty after a failure.
+        failure: Why there are none, for people.
+        detail: Its last words.
+        seconds: How long it took.
+        limit_s: Its time limit, in seconds.
+        gpu: Index of the GPU it ran on.
+        at: When it ended, as `2026-11-30 13:05:59`, by the worker's clock.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: int
+    row: dict[str, int | bool] = {}
+    failure: str = ""
+    detail: str = ""
+    seconds: float = 0
+    limit_s: float = 0
+    gpu: str = ""
+    at: str = ""
+
+
+class KernelTime(BaseModel):
+    """One config's kernel at one batch size, measured alone.
+
+    Attributes:
+        arm: Name of the config.
+        tokens: Tokens in one call of the kernel.
+        us: Microseconds of a call; None where it could not be measured.
+        failure: Why not.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    arm: str
+    tokens: int
+    us: float | None = None
+    failure: str = ""
+
+
+TuningOutcome = Literal["planned", "kept", "found", "replaced", "unfinished", "measured"]
 """How a tuning ended: only planned; the present setting is as good as any; a better one was found
 and not applied; it was applied and proven; its time was over, the present setting could not be
-measured, or an error ended it, before it was decided."""
+measured, or an error ended it, before it was decided; kernels alone were measured."""
 
 
 class TuningReport(BaseModel):
@@ -142,6 +186,9 @@ class TuningReport(BaseModel):
         refused: Settings that were never tried, and why.
         proof: What shows that the setting named is in force now.
         drop_in: The winner's file on the host; empty where there is none.
+        overlay: Folder on the host with a winner's kernel configs; empty where there is none.
+        sizes: What the tuning script found, by batch size.
+        kernels: Kernels that were measured alone.
         raw: Folder on the host with the benchmark's own records.
     """
 
@@ -159,4 +206,7 @@ class TuningReport(BaseModel):
     refused: dict[str, str] = {}
     proof: str = ""
     drop_in: str = ""
+    overlay: str = ""
+    sizes: list[TunedSize] = []
+    kernels: list[KernelTime] = []
     raw: str = ""

@@ -1,0 +1,283 @@
+"""The stage that has the GPUs to itself: batch sizes tuned, or kernels timed, one on each GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from gpu_reclaim import moeoutput, moescript, running
+from gpu_reclaim.benching import OFFLINE
+from gpu_reclaim.commands import printable
+from gpu_reclaim.errors import BadInput
+from gpu_reclaim.jobs import Job
+from gpu_reclaim.moeconfigs import ConfigName, parse_table
+from gpu_reclaim.moefinding import MoeFound
+from gpu_reclaim.moelooks import ranks
+from gpu_reclaim.overlays import VARIABLE
+from gpu_reclaim.running import Done
+from gpu_reclaim.session import Session
+from gpu_reclaim.trial import without
+from gpu_reclaim.tuning import KernelTime, TunedSize
+
+log = logging.getLogger(__name__)
+
+SPACE_FILE = "space.json"
+
+KERNEL_LIMIT_S = 900
+"""Longest time for one kernel at one size without tuning, in seconds: most of it is Ray's start and
+one compilation."""
+
+SAY_S = 30
+"""How often a job's present line is in the log, in seconds."""
+
+SAID_LINES = 15
+"""Last lines of a script that failed, kept for people."""
+
+Progress = Callable[[Job, tuple[int, int] | None], None]
+"""Told how many rows a job has tried, of how many; None where it does not say."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """When the stage must stop.
+
+    Attributes:
+        now: Seconds, by a clock that never goes back.
+        until: End of it by that clock; infinite: none.
+        size_s: Seconds that one batch size is expected to take.
+    """
+
+    now: Callable[[], float]
+    until: float
+    size_s: float
+
+    @property
+    def over(self) -> bool:
+        """It is time to stop."""
+        return self.now() >= self.until
+
+    @property
+    def fits(self) -> bool:
+        """One more batch size may end in time."""
+        return self.now() + self.size_s <= self.until
+
+
+def tune(
+    session: Session,
+    moe: MoeFound,
+    sizes: Sequence[int],
+    *,
+    limit_s: float,
+    window: Window,
+    progress: Progress,
+) -> Iterator[TunedSize]:
+    """Tune batch sizes, one on each GPU; each is yielded as soon as it is done.
+
+    Args:
+        session: The host; its GPUs are free and held.
+        moe: What was found.
+        sizes: Token numbers, in order.
+        limit_s: Longest time of one, in seconds.
+        window: When no more are begun, and what runs is ended.
+        progress: Told how far each is.
+
+    Raises:
+        BadInput: The script makes a file that the server would never read.
+        CommandFailed: A job could not be started or ended.
+        HoldLost: The host is not ours any more.
+        TransportError: As `run_queue`.
+    """
+    given = [_tuning(session, moe, size, limit_s) for size in sizes]
+    tokens = {job.name: size for job, size in zip(given, sizes, strict=True)}
+    lines = _Lines(session, moe, progress)
+    for done in running.run_queue(
+        session,
+        given,
+        [str(device.index) for device in moe.devices],
+        on_text=lines.hear,
+        may_start=lambda _: window.fits,
+        over=lambda: window.over,
+    ):
+        yield _size(session, moe, tokens[done.job.name], done)
+
+
+def _tuning(session: Session, moe: MoeFound, tokens: int, limit_s: float) -> Job:
+    folder = f"{moe.place}/{tokens}"
+    files = {SPACE_FILE: moe.space_text} if moe.rows else {}
+    space = f"{folder}/{SPACE_FILE}" if moe.rows else ""
+    asked = _asked(moe, tokens, tune=True, space_file=space)
+    return Job(
+        name=f"moe-{tokens}",
+        folder=folder,
+        argv=moescript.argv(moe.found.server.python, moe.facts, asked),
+        env=_env(session, moe, f"{tokens}", folder),
+        files=files,
+        limit_s=limit_s,
+    )
+
+
+def _asked(moe: MoeFound, tokens: int, *, tune: bool, space_file: str = "") -> moescript.Job:
+    info, dtype = moe.found.info, moe.name.dtype
+    return moescript.Job(
+        model=moe.model,
+        tp=ranks(info, "tp_size"),
+        ep=ranks(info, "ep_size"),
+        tokens=tokens,
+        tune=tune,
+        # The script's word for all that has no part in the file's name of its own making.
+        dtype="auto" if dtype in ("", "float32") else dtype,
+        per_channel=moe.name.per_channel,
+        no_fusion=bool(info.get("disable_shared_experts_fusion")),
+        space_file=space_file,
+    )
+
+
+def _env(session: Session, moe: MoeFound, name: str, folder: str) -> dict[str, str]:
+    offline = dict(word.split("=", 1) for word in OFFLINE.split() if "=" in word)
+    return {
+        **moe.env.values,
+        **offline,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # A cache of its own: what was compiled is there in the next attempt, and a broken one harms
+        # this size alone.
+        "TRITON_CACHE_DIR": f"{folder}/cache/triton",
+        # A Ray of its own, whatever else runs on the host; its sockets need a short path.
+        "RAY_TMPDIR": f"{session.places.run}/gpu-reclaim/ray-{name}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@dataclass
+class _Lines:
+    """What the scripts say, on its way to the log."""
+
+    session: Session
+    moe: MoeFound
+    progress: Progress
+    heard: dict[str, str] = field(default_factory=dict)
+    said: dict[str, float] = field(default_factory=dict)
+
+    def hear(self, job: Job, text: str) -> None:
+        """Look at new output; the first line that names a file is what matters most."""
+        whole = self.heard[job.name] = (self.heard.get(job.name, "") + text)[-20_000:]
+        seen = moeoutput.parse_log(whole)
+        if seen.planned_name and seen.planned_name != str(self.moe.name):
+            raise BadInput(
+                f"{self.session.host}: the tuning script makes {printable(seen.planned_name)}, "
+                f"and the server asks for {self.moe.name}",
+                remedy="the checkout does not know this model as the server does",
+            )
+        self.progress(job, seen.progress)
+        now = self.session.clock()
+        if now - self.said.get(job.name, -SAY_S) >= SAY_S:
+            self.said[job.name] = now
+            log.info("%s: %s: %s", self.session.host, job.name, last_line(text))
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return printable(lines[-1], limit=200) if lines else ""
+
+
+def _size(session: Session, moe: MoeFound, tokens: int, done: Done) -> TunedSize:
+    limit = done.job.limit_s
+    size = TunedSize(
+        tokens=tokens,
+        seconds=done.state.seconds,
+        limit_s=limit,
+        gpu=done.gpu,
+        at=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+    )
+    row = _row(session, moe.name, tokens, done)
+    if isinstance(row, str):
+        log.warning("%s: batch size %d: %s", session.host, tokens, row)
+        words = without(done.text.split("\n"), [moe.found.server.api_key])
+        lines = [printable(line, limit=400) for line in words.split("\n") if line.strip()]
+        detail = "\n".join(lines[-SAID_LINES:])
+        return size.model_copy(update={"failure": row, "detail": detail})
+    log.info("%s: batch size %d: %s", session.host, tokens, row)
+    return size.model_copy(update={"row": row})
+
+
+def _row(
+    session: Session, name: ConfigName, tokens: int, done: Done
+) -> Mapping[str, int | bool] | str:
+    """What the script found; or, as one sentence, why that cannot be used."""
+    code, limit = done.state.code, done.job.limit_s
+    if code is None:
+        return "it was ended from outside"
+    if code != 0:
+        return moeoutput.failure(code, done.text, limit)
+    if str(name) not in done.state.files:
+        others = [file for file in done.state.files if file != SPACE_FILE]
+        wrote = f"it wrote {printable(', '.join(others), limit=300)}" if others else "it wrote none"
+        return f"it ended well without the file that the server asks for: {wrote}"
+    text = running.file_of(session, done.job, str(name))
+    try:
+        table = parse_table(text or "", name)
+    except BadInput as error:
+        return f"what it wrote cannot be used: {error.message}"
+    if list(table) != [tokens]:
+        return f"it was asked for {tokens}, and wrote {', '.join(map(str, table))}"
+    return table[tokens]
+
+
+def time_kernels(
+    session: Session,
+    moe: MoeFound,
+    arms: Mapping[str, str],
+    *,
+    window: Window,
+    progress: Progress,
+) -> Iterator[KernelTime]:
+    """Time each arm's kernel at each size, without a server.
+
+    Args:
+        session: The host; its GPUs are free and held.
+        moe: What was found.
+        arms: Overlay of each arm; empty for what the server uses now.
+        window: When no more are begun, and what runs is ended.
+        progress: Told when a job says something.
+
+    Raises:
+        As `tune`.
+    """
+    pairs = [(arm, size) for size in moe.sizes for arm in arms]
+    by_name = {f"kernel-{number}": pair for number, pair in enumerate(pairs)}
+    given = [_timing(session, moe, name, size, arms[arm]) for name, (arm, size) in by_name.items()]
+    for done in running.run_queue(
+        session,
+        given,
+        [str(device.index) for device in moe.devices],
+        on_text=lambda job, text: progress(job, moeoutput.parse_log(text).progress),
+        may_start=lambda _: window.fits,
+        over=lambda: window.over,
+    ):
+        arm, tokens = by_name[done.job.name]
+        yield _kernel(session, arm, tokens, done)
+
+
+def _timing(session: Session, moe: MoeFound, name: str, tokens: int, overlay: str) -> Job:
+    folder = f"{moe.place}/{name}"
+    wanted = overlay or moe.env.folder
+    env = _env(session, moe, name, folder) | ({VARIABLE: wanted} if wanted else {})
+    asked = _asked(moe, tokens, tune=False)
+    argv = moescript.argv(moe.found.server.python, moe.facts, asked)
+    return Job(name=name, folder=folder, argv=argv, env=env, limit_s=KERNEL_LIMIT_S)
+
+
+def _kernel(session: Session, arm: str, tokens: int, done: Done) -> KernelTime:
+    us = moeoutput.parse_log(done.text).kernel_us.get(tokens)
+    if done.state.code == 0 and us is not None:
+        log.info("%s: %s at %d tokens: %.1f us", session.host, arm, tokens, us)
+        return KernelTime(arm=arm, tokens=tokens, us=us)
+    code = done.state.code
+    why = "it was ended from outside" if code is None else "it told no time"
+    if code:
+        why = moeoutput.failure(code, done.text, done.job.limit_s)
+    log.warning("%s: %s at %d tokens: %s", session.host, arm, tokens, why)
+    return KernelTime(arm=arm, tokens=tokens, failure=why)
