@@ -67,13 +67,13 @@ def test_the_plan_is_shown_before_anything_is_stopped() -> None:
 def test_progress_is_one_bar_that_moves_in_sync_and_async_flows() -> None:
     @flow
     def sync_run() -> None:
-        bar = Progress("sync")
+        bar = Progress("sync", "spec-decode")
         bar.visit(0, 20, "round 1 of 5, off", 80)
         bar.visit(8, 20, "round 2 of 5, NEXTN 2/1/3", 41)
 
     @flow
     async def async_run() -> None:
-        bar = Progress("async")
+        bar = Progress("async", "spec-decode")
         bar.visit(0, 20, "round 1 of 5, off", 80)
         bar.visit(25, 20, "round 2 of 5, NEXTN 2/1/3", 0)
 
@@ -95,7 +95,7 @@ def test_progress_is_one_bar_that_moves_in_sync_and_async_flows() -> None:
 def test_a_bar_that_somebody_deleted_is_made_anew() -> None:
     @flow
     def run() -> None:
-        bar = Progress("deleted")
+        bar = Progress("deleted", "spec-decode")
         bar.visit(1, 4, "round 1", 9)
         with get_client(sync_client=True) as client:
             assert bar._bar
@@ -114,10 +114,10 @@ def test_progress_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
         raise httpx.ConnectError("all connection attempts failed")
 
     monkeypatch.setattr(tuning_progress, "create_progress_artifact", down)
-    Progress("outside").visit(0, 4, "round 1", 9)
+    Progress("outside", "spec-decode").visit(0, 4, "round 1", 9)
     assert asked == []
     monkeypatch.setattr(artifacts, "in_a_run", lambda: True)
-    bar = Progress("down")
+    bar = Progress("down", "spec-decode")
     bar.visit(0, 0, "round 1", float("nan"))
     bar.visit(1, 4, "round 1", 9)
     assert asked == ["once"]
