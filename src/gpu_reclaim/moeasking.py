@@ -185,10 +185,13 @@ def parse_shape(section: Section) -> Shape | str:
 def parse_defaults(section: Section) -> dict[int, Row] | str:
     """The row for each number of tokens, or why there are none, for people."""
     rows = _json(section.value("defaults"))
-    right = all(isinstance(row, dict) for row in rows.values())
-    if not rows or not right or not all(re.fullmatch(r"[0-9]+", key) for key in rows):
+    if not rows or not all(re.fullmatch(r"[0-9]+", m) and _is_row(row) for m, row in rows.items()):
         return _said(section, "the rows that the server uses without a file")
     return {int(key): row for key, row in rows.items()}
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(x, int) for x in value.values())
 
 
 def _said(section: Section, what: str) -> str:

@@ -59,6 +59,7 @@ def test_times() -> None:
         (f"Batch size: 1, config: {CONFIG}\n", {}),
         ("Kernel time: 45.12 us\n", {}),
         (f"Batch size: 1, config: {CONFIG}\nKernel time: inf us\n", {}),
+        (f"{TIMED}Kernel time: 9.00 us\n", {1: 45.12, 64: 210.0}),
         (f"Batch size: 1, config: {CONFIG}\nKernel time: 1.2.3 us\n", {}),
         (f"Batch size: 1, config: {CONFIG}\n{TIMED[TIMED.index('Batch size: 64') :]}", {64: 210.0}),
     ],
@@ -142,6 +143,7 @@ MEMORY = (
             "tuning_fused_moe_triton.py: error: unrecognized arguments: --x",
             "it ended with status 2: tuning_fused_moe_triton.py: error: unrecognized arguments",
         ),
+        (1, f"{BARS}\rValueError: one", "it ended with status 1: ValueError: one"),
         (139, "", "it ended with status 139 and named no error"),
     ],
 )

@@ -112,7 +112,8 @@ def test_all_of_it(host: Host) -> None:
     assert "--search-space-file" not in facts.flags
 
 
-def test_nothing_is_left_in_the_checkout(host: Host) -> None:
+def test_nothing_is_left_in_the_checkout(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     host.git("init", "-q")
     host.git("add", ".")
     host.commit("v0.5.9")
@@ -125,6 +126,15 @@ def test_an_older_package_has_its_files_elsewhere(host: Host) -> None:
     host.install("0.5.9", host.site / "sglang", CONFIGS[1])
 
     assert host.look().configs == f"{host.site}/sglang/srt/layers/moe/fused_moe_triton/configs"
+
+
+def test_a_folder_of_that_name_where_it_runs_is_no_package(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here/sglang" / CONFIGS[0]).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+
+    assert host.look().configs == ""
 
 
 def test_no_checkout_and_no_package(tmp_path: Path, host: Host) -> None:
@@ -177,6 +187,14 @@ def test_a_checkout_without_tags(host: Host, name: str, text: str, git: bool) ->
 
     facts = host.look()
     assert (facts.source_version, facts.exact) == ("0.5.3rc1", True)
+
+
+def test_a_checkout_of_another_user(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.commit("v0.5.9")
+    # Git's own test suite has it from there that a repository is not the caller's.
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+
+    assert (host.look().source_version, host.look().exact) == ("0.5.9", True)
 
 
 def test_a_folder_in_another_repository_is_not_taken_for_a_checkout(host: Host) -> None:
