@@ -107,7 +107,7 @@ def run_queue(
         ValueError: Two jobs have the same name.
         CommandFailed: A job could not be started or ended.
         HoldLost: The hold is no longer ours.
-        TransportError: The host could not be reached for `LOST_S`.
+        TransportError: The host could not be reached for `LOST_S`, or a start did not get through.
     """
     if len({job.name for job in given}) < len(given):
         raise ValueError("two jobs have the same name")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +19,9 @@ from gpu_reclaim.jobs import Job
 from gpu_reclaim.running import Done
 from gpu_reclaim.session import Session
 from gpu_reclaim.transport.links import Links
+from gpu_reclaim.transport.local import LocalTransport
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
+from unit.job_host import JobHost
 from unit.scenery import Clock
 from unit.values import said
 
@@ -63,7 +68,6 @@ class JobsHost:
 
     def __post_init__(self) -> None:
         self.way = ScriptedTransport(self.answer)
-        self.closed = 0
         self.session = Session(
             "llm",
             Links(self.way),
@@ -281,9 +285,12 @@ def test_one_that_ended_while_its_start_was_unsure_is_not_run_again(host: JobsHo
 
 def test_a_start_that_never_gets_through(host: JobsHost) -> None:
     host.hook = lambda script: LinkLost("gone") if script.name == "start job b" else None
+    closed = []
+    host.way.close = lambda: closed.append(1)  # type: ignore[method-assign]
     with pytest.raises(LinkLost):
         host.run(A, B)
     assert host.events == ["0 start a on 0", "4 end a b"]
+    assert len(closed) == running.START_TRIES - 1
 
 
 def test_one_that_may_not_start_waits_and_others_go_on(host: JobsHost) -> None:
@@ -422,3 +429,36 @@ def test_a_file_of_a_job(host: JobsHost) -> None:
     assert "'/jobs/a/x y.json'" in host.way.asked[0].sections["file"]
     host.hook = lambda _: {"file": ""}
     assert running.file_of(host.session, A, "x") is None
+
+
+def test_a_queue_on_a_real_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts and their parsers as they are; also after an earlier attempt."""
+    real = JobHost(tmp_path)
+    monkeypatch.setenv("PATH", f"{real.tools}:{os.environ['PATH']}")
+    assert real.take("llm.service").status == "taken"
+    real.stop("llm.service")
+    session = Session("llm", Links(LocalTransport()), token="t1", places=real.places)
+    session.sleep = lambda _: time.sleep(0.1)
+    given = [
+        Job(name, f"{tmp_path}/my jobs/{name}", ["sh", "-c", f"{text}; echo $CUDA_VISIBLE_DEVICES"])
+        for name, text in (("a", "sleep 60"), ("b", "echo 1 >b.json"), ("c", "exit 3"))
+    ]
+    said: list[str] = []
+    rest = {"may_start": lambda _: True, "over": lambda: "c" in said}
+
+    def on_text(one: Job, text: str) -> None:
+        said.append(f"{one.name} {text}")
+
+    def done(before: Sequence[Job]) -> list[tuple[str, str, int | None, str]]:
+        found = []
+        for one in running.run_queue(session, before, ["0", "1"], on_text=on_text, **rest):  # type: ignore[arg-type]
+            found.append((one.job.name, one.gpu, one.state.code, one.text))
+            said.append(one.job.name)
+        return found
+
+    assert done(given) == [("b", "1", 0, "1\n"), ("c", "1", 3, "")]
+    assert running.file_of(session, given[1], "b.json") == "1\n"
+    assert real.ended(given[0]).code is None
+    starts = len(real.runs)
+    assert done(given[1:]) == [("b", "1", 0, "1\n"), ("c", "1", 3, "")]
+    assert len(real.runs) == starts == 3
