@@ -15,6 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lab.moe_site import (
+    CHECKOUT,
+    MOE_CONFIGS,
+    MOE_LOADER,
+    SGLANG_VERSION,
+    install_checkout,
+    install_moe,
+)
 from lab.paths import PYTHONS, SOURCE
 from lab.prompts import write_model, write_prompts
 from lab.shell import run
@@ -24,7 +32,7 @@ GUEST_VERSION = "3.11"
 HOME = "/opt/sglang"
 """Where the interpreter's folder is inside a guest: HOME/bin/python."""
 UNITS = ("sglang-tuned.service", "sglang-env.service")
-SGLANG = "sglang==0.5.9"
+SGLANG = f"sglang=={SGLANG_VERSION}"
 PACKAGES = (
     "aiohappyeyeballs==2.6.1",
     "aiohttp==3.13.2",
@@ -57,8 +65,6 @@ PACKAGES = (
     "urllib3==2.5.0",
     "yarl==1.22.0",
 )
-MOE_LOADER = "sglang/srt/layers/moe/fused_moe_triton/fused_moe_triton_config.py"
-MOE_CONFIGS = "sglang/srt/layers/moe/fused_moe_triton/configs"
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
 # The benchmark imports one function for data sets that are fetched, which nobody does here; the
 # package behind it brings pyarrow and pandas, three times the size of all others.
@@ -93,7 +99,7 @@ def bench_site(version: str = GUEST_VERSION) -> Path:
 
 
 def install_python(home: Path, site: Path, python: Path, version: str = GUEST_VERSION) -> None:
-    """Lays out an interpreter's folder with the stand-in server and the benchmark as `sglang`.
+    """Lays out an interpreter's folder: stand-in server, benchmark and loader as `sglang`.
 
     The packages are not in it: `packages_folder` says where they are expected.
 
@@ -111,6 +117,7 @@ def install_python(home: Path, site: Path, python: Path, version: str = GUEST_VE
     shutil.copyfile(site / "bench_serving.py", package / "bench_serving.py")
     for source in sorted((SOURCE / "guest").glob("sglang_*.py")):
         shutil.copyfile(source, home / "lib" / source.name)
+    install_moe(home / "lib", site)
     (home / "bin").mkdir()
     (home / "bin/python").symlink_to(python)
     # That makes it a virtual environment: nothing of the system's packages is seen.
@@ -127,9 +134,10 @@ def packages_folder(home: Path, version: str = GUEST_VERSION) -> Path:
 
 
 def install_in_guest(upper: Path, site: Path) -> None:
-    """Puts interpreter, stand-in server and its units into a guest's upper layer."""
+    """Puts interpreter, stand-in server, its units and a checkout into a guest's upper layer."""
     home = upper / HOME.lstrip("/")
     install_python(home, site, Path("/usr/bin/python3"))
+    install_checkout(upper / CHECKOUT.lstrip("/"))
     units = upper / "etc/systemd/system"
     units.mkdir(parents=True, exist_ok=True)
     for unit in UNITS:

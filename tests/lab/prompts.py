@@ -9,6 +9,21 @@ UNKNOWN = "<unk>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 )
+MOE_MODEL = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen3_5_moe_text",
+        "torch_dtype": "bfloat16",
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "hidden_size": 3072,
+        "num_hidden_layers": 48,
+    },
+}
+"""Its config: on 4 GPUs its kernels are looked up for E=256, N=256."""
 _TOPICS = (
     "the tides", "a bicycle's gears", "the printing press", "sourdough bread", "honey bees",
     "a lighthouse", "the water cycle", "a sailing boat", "paper money", "volcanoes",
@@ -85,7 +100,6 @@ def write_model(folder: Path) -> None:
         "model_max_length": 32768,
         "chat_template": CHAT_TEMPLATE,
     }
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    files = {"tokenizer": tokenizer, "tokenizer_config": settings, "config": config}
+    files = {"tokenizer": tokenizer, "tokenizer_config": settings, "config": MOE_MODEL}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))

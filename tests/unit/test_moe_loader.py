@@ -24,7 +24,8 @@ from gpu_reclaim.moeconfigs import (
     text_of,
 )
 from gpu_reclaim.moelog import Lookup, lookups
-from lab.bench_site import MOE_CONFIGS, MOE_LOADER, bench_site
+from lab.bench_site import bench_site
+from lab.moe_site import MOE_CONFIGS, MOE_LOADER
 
 TRITON = "3.6.0"
 GPU = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
