@@ -19,6 +19,8 @@ from lab.bench_site import bench_site, install_python, packages_folder
 
 NEXTN_2 = "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1"
 NODES = ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(4)))
+MOE_FILE = "E=256,N=256,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition.json"
+"""What the lab's model is looked up by on 4 GPUs."""
 _ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
@@ -31,6 +33,14 @@ def make_home(folder: Path) -> Path:
     install_python(home, site, Path(sys.base_prefix) / f"bin/python{version}", version)
     packages_folder(home, version).symlink_to(site / "site-packages")
     return home
+
+
+def write_moe_table(folder: Path, table: Mapping[str, object], name: str = MOE_FILE) -> Path:
+    """A folder for SGLANG_MOE_CONFIG_DIR with one file; returns that."""
+    path = folder / "configs/triton_3_6_0" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table))
+    return path
 
 
 class Server:
@@ -54,14 +64,14 @@ class Server:
         """Writes a state file."""
         (self.state / f"{name}.json").write_text(json.dumps(content))
 
-    def start(self, flags: str = "") -> None:
+    def start(self, flags: str = "", **environment: str) -> None:
         """Starts it, in its own process group."""
         here = {"GPU_LAB_DEV": str(self._dev), "GPU_LAB_STATE": str(self.state)}
         argv: list[str | Path] = [self.home / "bin/python", "-m", "sglang.launch_server"]
         argv += ["--model-path", self.home / "model", "--tp", "4", "--port", str(self.port)]
         self.main = subprocess.Popen(
             [*argv, *flags.split()],
-            env=self._environment | here,
+            env=self._environment | here | environment,
             cwd=self.home,
             text=True,
             stdout=subprocess.PIPE,

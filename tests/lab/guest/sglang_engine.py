@@ -8,6 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from lab.guest.sglang_flags import Setting
     from lab.guest.sglang_http import Reply, Request
+    from lab.guest.sglang_lookup import Rows
     from lab.guest.sglang_routes import ROUTES, Asked, limits
     from lab.guest.sglang_speed import Job, Pace, Speed
     from lab.guest.sglang_state import Faults
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 else:
     from sglang_flags import Setting
     from sglang_http import Reply, Request
+    from sglang_lookup import Rows
     from sglang_routes import ROUTES, Asked, limits
     from sglang_speed import Job, Pace, Speed
     from sglang_state import Faults
@@ -34,11 +36,13 @@ class Engine:
         setting: What the server was started with.
     """
 
-    def __init__(self, setting: Setting, faults: Faults, starts: int, command: str) -> None:
+    def __init__(
+        self, setting: Setting, faults: Faults, starts: int, command: str, rows: Rows | None
+    ) -> None:
         """Serves nobody until it is opened."""
         self.setting = setting
         self._faults = faults
-        self._speed = Speed(STATE, setting, starts)
+        self._speed = Speed(STATE, setting, starts, rows)
         self._pace = Pace(self._speed.rate, setting.limit)
         self._command = command
         self._open = False
@@ -112,7 +116,8 @@ class Engine:
         body = request.json()
         prompt = prompt_of(body)
         self._speed.garbage = self._faults.has("garbage")
-        text = Text(prompt, *limits(request.path, body), self._speed.garbage)
+        wrong = self._speed.garbage or self._speed.wrong_words(self._running + 1)
+        text = Text(prompt, *limits(request.path, body), wrong)
         return Asked(
             route=request.path,
             number=self._asked,

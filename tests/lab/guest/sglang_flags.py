@@ -10,6 +10,8 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 RESOLVED = {"NEXTN": "EAGLE"}
 SPECULATIVE_REQUESTS = 48
 """What --max-running-requests becomes with any algorithm, where nobody said otherwise."""
+PREFILL_TOKENS = 8192
+MOE_RUNNER = "triton"
 _TEXTS = (
     "tokenizer-path",
     "dtype",
@@ -52,6 +54,8 @@ _SWITCHES = (
     "trust-remote-code",
     "disable-radix-cache",
     "disable-cuda-graph",
+    "disable-shared-experts-fusion",
+    "enable-deterministic-inference",
     "enable-metrics",
     "enable-multi-layer-eagle",
     "skip-server-warmup",
@@ -77,6 +81,11 @@ class Setting:
     limit: int
     resolved: dict[str, object]
 
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens of a request that are worked at together."""
+        return int(str(self.resolved["speculative_num_draft_tokens"] or 1)) if self.steps else 1
+
 
 def parse(arguments: list[str]) -> Setting:
     """Reads a command line.
@@ -86,6 +95,7 @@ def parse(arguments: list[str]) -> Setting:
         AssertionError: As SGLang: draft tokens or top k without steps.
     """
     args = _parser().parse_args(arguments)
+    _choose_defaults(args)
     asked = args.speculative_algorithm
     if asked is None:
         return Setting("off", 0, 0, args.max_running_requests or 0, vars(args))
@@ -98,6 +108,13 @@ def parse(arguments: list[str]) -> Setting:
     if args.speculative_adaptive:
         name += " adaptive"
     return Setting(name, steps, topk, args.max_running_requests, vars(args))
+
+
+def _choose_defaults(args: argparse.Namespace) -> None:
+    args.ep_size = args.ep_size or 1
+    args.chunked_prefill_size = args.chunked_prefill_size or PREFILL_TOKENS
+    if args.moe_runner_backend in (None, "auto"):
+        args.moe_runner_backend = MOE_RUNNER
 
 
 def _choose_numbers(args: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
 It holds the GPUs as launch_server.py does, and can be driven by SGLang's own benchmark. How quick
 it is, how many draft tokens it accepts and what goes wrong depends on its flags: sglang_speed.py
-and sglang_state.py. SIGTERM ends it and its workers once all requests are answered; SIGKILL leaves
+and sglang_state.py; and on the files of MoE kernel parameters that it finds: sglang_lookup.py and
+sglang_moe.py. SIGTERM ends it and its workers once all requests are answered; SIGKILL leaves
 the workers behind.
 """
 
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from lab.guest.sglang_engine import Engine
     from lab.guest.sglang_flags import parse
     from lab.guest.sglang_http import serve
+    from lab.guest.sglang_lookup import look_up
     from lab.guest.sglang_state import Faults, note_start
 else:
     import sglang_workers as workers
     from sglang_engine import Engine
     from sglang_flags import parse
     from sglang_http import serve
+    from sglang_lookup import look_up
     from sglang_state import Faults, note_start
 
 START_S = 0.3
@@ -109,9 +112,10 @@ def main() -> None:
     command = shlex.join([sys.executable, "-m", "sglang.launch_server", *sys.argv[1:]])
     print(f"server_args={setting.resolved}", flush=True)
     die_at_start(faults)
+    rows = look_up(setting)
     # Before the event loop: the workers must inherit nothing of it.
     reading, pids = workers.start_workers(int(str(setting.resolved["tp_size"])))
-    engine = Engine(setting, faults, starts, command)
+    engine = Engine(setting, faults, starts, command, rows)
     status = asyncio.run(run(engine, faults, reading, pids))
     # Open connections do not keep it.
     os._exit(status)

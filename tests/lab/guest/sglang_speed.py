@@ -16,9 +16,13 @@ from pathlib import Path
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from lab.guest.sglang_flags import Setting
+    from lab.guest.sglang_lookup import Rows
+    from lab.guest.sglang_moe import quality
     from lab.guest.sglang_state import StateFile
 else:
     from sglang_flags import Setting
+    from sglang_lookup import Rows
+    from sglang_moe import quality
     from sglang_state import StateFile
 
 LEVELS = (1, 4, 16, 64)
@@ -49,8 +53,9 @@ GRACE_S = 0.3
 class Speed:
     """Tokens a second of one setting."""
 
-    def __init__(self, state: Path, setting: Setting, starts: int) -> None:
+    def __init__(self, state: Path, setting: Setting, starts: int, rows: Rows | None) -> None:
         """Draws the noise: it is the same for all requests until the cache is flushed."""
+        self._rows = rows
         self._file = StateFile(state / "speed.json")
         self._setting = setting
         seed = self._file.read().get("seed")
@@ -67,7 +72,14 @@ class Speed:
         said = self._file.read()
         base = said.get("tokens_per_s", TOKENS_PER_S) * running**GROWTH
         noise = 1 + said.get("noise_pct", 1) / 100 * self._noise
-        return float(base * noise * self._factor(said.get(self._setting.name), running))
+        factor = self._factor(said.get(self._setting.name), running)
+        return float(base * noise * factor * self._kernel(said.get("moe_gain_pct", 0), running))
+
+    def wrong_words(self, running: int) -> bool:
+        """Whether the kernel's parameters spoil what is generated."""
+        if self._rows is None or not self._file.read().get("moe_garbage"):
+            return False
+        return self._rows.tuned(running * self._setting.draft_tokens)
 
     def accept_length(self) -> float | None:
         """Tokens a step, the one that is always right included; none without drafts."""
@@ -75,6 +87,13 @@ class Speed:
             return None
         right = 1 - (1 - ACCEPTED) / self._setting.topk**0.5
         return float(sum(right**step for step in range(self._setting.steps + 1)))
+
+    def _kernel(self, gain_pct: float, running: int) -> float:
+        """What the kernel's parameters make of it."""
+        if self._rows is None:
+            return 1.0
+        tokens = running * self._setting.draft_tokens
+        return 1 + gain_pct / 100 * quality(self._rows.chosen(tokens), tokens)
 
     def _factor(self, said: float | dict[str, float] | None, running: int) -> float:
         if self.garbage:

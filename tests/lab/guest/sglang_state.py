@@ -3,7 +3,10 @@
 `speed.json`, all keys optional: a setting's name -> how its tokens a second compare with the
 default's best, as a number or by requests in flight ({"NEXTN 2/1/3": {"1": 1.1, "64": 0.9}}: the
 highest level that is not above the requests running counts); `tokens_per_s` at one request;
-`noise_pct` (1) and its `seed`.
+`noise_pct` (1) and its `seed`; `moe_gain_pct` (0): what the best rows of MoE kernel parameters gain
+over those without a file, others in proportion to their quality (sglang_moe.py), at as many tokens
+as requests run times draft tokens; `moe_garbage` (false): other texts wherever the row is not the
+one without a file, no quicker for it.
 
 `faults.json`: a setting's name, or "*" for all -> a fault or a list of them:
 
