@@ -15,7 +15,8 @@ from gpu_reclaim.moeasking import ask_defaults, ask_shape, parse_defaults, parse
 from gpu_reclaim.moeconfigs import GRID, Row
 from gpu_reclaim.moescript import FOLDER
 from gpu_reclaim.moespace import Shape
-from lab.bench_site import MOE_LOADER, bench_site
+from lab.bench_site import bench_site
+from lab.moe_site import MOE_LOADER
 from unit.shells import here, stub
 
 SHAPE = Shape(256, 256, 4096, 8, None, "bfloat16", "Qwen3MoeForCausalLM")

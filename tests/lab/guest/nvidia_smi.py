@@ -79,6 +79,7 @@ def gpu_row(index: int, mib: int) -> Row:
         "mig.mode.pending": "Disabled",
         "persistence_mode": "Enabled",
         "compute_mode": "Default",
+        "compute_cap": "12.0",
         "pstate": "P8" if mib == 0 else "P0",
         "gpu_recovery_action": "None",
     }
