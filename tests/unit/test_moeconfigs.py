@@ -42,6 +42,10 @@ ROW: dict[str, int | bool] = {
             f"E=256,N=256,device_name={GPU},dtype=fp8_w8a8,block_shape=[128, 128].json",
         ),
         (
+            ConfigName(256, 256, "NVIDIA_H200", down=True),
+            "E=256,N=256,device_name=NVIDIA_H200_down.json",
+        ),
+        (
             ConfigName(8, 14336, "NVIDIA_H200", "int8_w8a8", per_channel=True, down=True),
             "E=8,N=14336,device_name=NVIDIA_H200,dtype=int8_w8a8,per_channel_quant=True_down.json",
         ),
