@@ -22,15 +22,15 @@ DTYPES = {"fp8": "fp8_w8a8", "w8a8_int8": "int8_w8a8"}
 
 
 class Rows:
-    """The rows of one server."""
+    """The rows for one shape and one type of numbers (none: bf16)."""
 
-    def __init__(self, shape: "Shape", quantization: str | None, deterministic: bool) -> None:
+    def __init__(self, shape: "Shape", dtype: str | None, deterministic: bool = False) -> None:
         """Loads the loader, and looks nothing up yet."""
         known = SimpleNamespace(enable_deterministic_inference=deterministic)
         arguments = importlib.import_module("sglang.srt.server_args")
         arguments.set_global_server_args_for_scheduler(known)
         self._loader: Any = importlib.import_module(LOADER)
-        self._dtype = DTYPES.get(quantization or "")
+        self._dtype = dtype
         self._shape = shape
         self._known: dict[int, Row] = {}
 
@@ -76,7 +76,8 @@ def look_up(setting: "Setting") -> Rows | None:
     shape = read_shape(Path(args["model_path"]), args["tp_size"], args["ep_size"])
     if shape is None or args["moe_runner_backend"] != RUNNER:
         return None
-    rows = Rows(shape, args["quantization"], args["enable_deterministic_inference"])
+    dtype = DTYPES.get(args["quantization"] or "")
+    rows = Rows(shape, dtype, args["enable_deterministic_inference"])
     for rank in range(args["tp_size"]):
         _log_as(f" TP{rank}" if args["tp_size"] > 1 else "")
         rows.look_up()

@@ -56,14 +56,19 @@ def report(pid: int, status: int) -> None:
     print(f"worker {pid} ended with status {status}", flush=True)
 
 
+def hold(gpu: int, mib: int) -> None:
+    """Holds so much of a GPU for as long as the calling process lives."""
+    (STATE / "mem" / str(os.getpid())).write_text(f"{mib}\n")
+    # Kept open by their numbers alone.
+    for node in ("nvidiactl", "nvidia-uvm", f"nvidia{gpu}"):
+        os.open(f"{DEV}/{node}", os.O_RDWR)
+
+
 def _become(title: str, gpu: int | None, ready: int) -> None:
     """Turns the calling child into a worker; never returns."""
     importlib.import_module("setproctitle").setproctitle(title)
-    # Kept open for as long as the process lives, by their numbers alone.
     if gpu is not None:
-        (STATE / "mem" / str(os.getpid())).write_text(f"{CHARGE_MIB + 100 * gpu}\n")
-        for node in ("nvidiactl", "nvidia-uvm", f"nvidia{gpu}"):
-            os.open(f"{DEV}/{node}", os.O_RDWR)
+        hold(gpu, CHARGE_MIB + 100 * gpu)
     os.write(ready, b".")
     os.close(ready)
     while True:
