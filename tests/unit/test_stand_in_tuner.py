@@ -16,6 +16,7 @@ import pytest
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.moeconfigs import GRID, parse_name, parse_table
 from lab.guest import sglang_moe
+from lab.guest.sglang_cluster import CHARGE_MIB
 from lab.waiting import wait_until
 from unit.stand_in import MOE_FILE, make_home
 from unit.tuner import Tuner
@@ -116,7 +117,9 @@ def test_it_holds_the_gpus_that_it_sees_until_it_is_told_to_end(
     assert titles == sorted(["gcs_server", "raylet", *["ray::BenchmarkWorker.tune"] * len(gpus)])
     sessions = {os.getsid(pid) for pid in tuner.processes()}
     assert len(sessions) == len(gpus) + 3
-    assert len(list((tuner.state / "mem").iterdir())) == len(gpus)
+    assert tuner.used_mib() == [
+        CHARGE_MIB + 100 * gpu if f"nvidia{gpu}" in gpus else 0 for gpu in range(4)
+    ]
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == signal.SIGTERM
     assert tuner.processes() == {}
@@ -124,7 +127,6 @@ def test_it_holds_the_gpus_that_it_sees_until_it_is_told_to_end(
 
 
 def test_without_a_gpu_it_ends(tuner: Tuner) -> None:
-    (tuner.work / "nobody").touch()
     status, _, errors = tuner.run("--tp 4 --tune", CUDA_VISIBLE_DEVICES="-1")
     assert status == 1
     assert "Error" in errors

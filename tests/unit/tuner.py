@@ -7,10 +7,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from lab.moe_site import install_checkout
+from lab.paths import SOURCE
 from unit.stand_in import NODES
 
 MAIN, SEP = "tuning_fused_moe_triton.py", "tuning_fused_moe_triton_sep.py"
@@ -83,6 +85,19 @@ class Tuner:
                 names = [link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir()]
                 nodes += [name for name in names if name in NODES[2:]]
         return sorted(nodes)
+
+    def used_mib(self) -> list[int]:
+        """What the nvidia-smi stand-in says of each GPU."""
+        argv = [str(SOURCE / "guest/nvidia_smi.py"), "--query-gpu=memory.used"]
+        done = subprocess.run(
+            [sys.executable, *argv, "--format=csv,noheader,nounits"],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        return [int(line) for line in done.stdout.split()]
 
     def end(self) -> None:
         """Ends whatever is left of it."""
