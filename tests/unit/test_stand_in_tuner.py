@@ -16,7 +16,6 @@ import pytest
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.moeconfigs import GRID, parse_name, parse_table
 from lab.guest import sglang_moe
-from lab.guest.sglang_cluster import CHARGE_MIB
 from lab.waiting import wait_until
 from unit.stand_in import MOE_FILE, make_home
 from unit.tuner import Tuner
@@ -118,7 +117,7 @@ def test_it_holds_the_gpus_that_it_sees_until_it_is_told_to_end(
     sessions = {os.getsid(pid) for pid in tuner.processes()}
     assert len(sessions) == len(gpus) + 3
     assert tuner.used_mib() == [
-        CHARGE_MIB + 100 * gpu if f"nvidia{gpu}" in gpus else 0 for gpu in range(4)
+        9000 + 100 * gpu if f"nvidia{gpu}" in gpus else 0 for gpu in range(4)
     ]
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == signal.SIGTERM
