@@ -118,14 +118,18 @@ def install_python(home: Path, site: Path, python: Path, version: str = GUEST_VE
     for source in sorted((SOURCE / "guest").glob("sglang_*.py")):
         shutil.copyfile(source, home / "lib" / source.name)
     install_moe(home / "lib", site)
+    _write_interpreter(home, python, version)
+    write_model(home / "model")
+    write_prompts(home)
+
+
+def _write_interpreter(home: Path, python: Path, version: str) -> None:
     (home / "bin").mkdir()
     (home / "bin/python").symlink_to(python)
     # That makes it a virtual environment: nothing of the system's packages is seen.
     (home / "pyvenv.cfg").write_text(
         f"home = {python.parent}\ninclude-system-site-packages = false\nversion = {version}\n"
     )
-    write_model(home / "model")
-    write_prompts(home)
 
 
 def packages_folder(home: Path, version: str = GUEST_VERSION) -> Path:

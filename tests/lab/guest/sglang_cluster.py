@@ -85,6 +85,7 @@ class Cluster:
         at: TracebackType | None,
     ) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kept = self._pids[1:3] if self.leaves else []
         for pid in self._pids:
             if pid not in kept:
@@ -143,20 +144,16 @@ class Cluster:
         return serve
 
     def _start(self, title: str, serve: Callable[[], None]) -> None:
+        # Nobody is started and then forgotten.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGCHLD))
         pid = os.fork()
         if pid:
             self._pids.append(pid)
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
             return
         try:
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            # What they print goes to Ray's own log files.
-            null = os.open(os.devnull, os.O_RDWR)
-            for number in range(3):
-                os.dup2(null, number)
-            importlib.import_module("setproctitle").setproctitle(title)
+            _detach(title)
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
             serve()
         finally:
             os._exit(1)
@@ -164,6 +161,18 @@ class Cluster:
     def _on_death(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         sys.exit(DIED)
+
+
+def _detach(title: str) -> None:
+    """Makes a session of its own of the calling child; what it prints goes to Ray's log files."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    importlib.import_module("setproctitle").setproctitle(title)
 
 
 def _on_term(number: int, frame: FrameType | None) -> None:

@@ -57,30 +57,36 @@ def get_model_config(
 ) -> dict[str, Any]:
     """What the kernel of one rank works on.
 
-    Raises:
-        OSError: There is no such model.
-        AttributeError: It is a kind of model that is not known, and taken for Mixtral.
-        AssertionError: Its experts cannot be split so.
+    A kind of model that is not known is taken for Mixtral, as by the real one: AttributeError.
     """
-    try:
-        content = read_config(Path(model_name))
-    except OSError:
-        raise OSError(NO_MODEL.format(model=model_name)) from None
+    content = _content(model_name)
     architecture = content["architectures"][0]
     config = ModelConfig(content.get("text_config", content))
     experts, intermediate = _experts(config, architecture)
     fused = 0 if disable_shared_experts_fusion or architecture not in FUSED else 1
-    assert tp_size % ep_size == 0
-    assert intermediate % (tp_size // ep_size) == 0
     return {
         "num_experts": experts // ep_size + fused,
         "topk": config.num_experts_per_tok + (fused if topk_ids_dir else 0),
         "hidden_size": config.hidden_size,
-        "shard_intermediate_size": 2 * intermediate // (tp_size // ep_size),
+        "shard_intermediate_size": _both_shards(intermediate, tp_size, ep_size),
         "dtype": getattr(torch, vars(config).get("torch_dtype", "bfloat16")),
         "block_shape": content.get("quantization_config", {}).get("weight_block_size"),
         "architecture": architecture,
     }
+
+
+def _content(model_name: str) -> dict[str, Any]:
+    try:
+        return read_config(Path(model_name))
+    except OSError:
+        raise OSError(NO_MODEL.format(model=model_name)) from None
+
+
+def _both_shards(intermediate: int, tp_size: int, ep_size: int) -> int:
+    """Of the gate's and of the up product's weights."""
+    assert tp_size % ep_size == 0
+    assert intermediate % (tp_size // ep_size) == 0
+    return 2 * intermediate // (tp_size // ep_size)
 
 
 def _experts(config: ModelConfig, architecture: str) -> tuple[int, int]:

@@ -33,13 +33,8 @@ TMA_FROM = 128
 def main(args: argparse.Namespace, told: tuner.Told) -> None:
     """Tunes."""
     print(args)
-    model = common.get_model_config(
-        args.model,
-        args.tp_size,
-        args.ep_size,
-        args.disable_shared_experts_fusion,
-        args.topk_ids_dir,
-    )
+    fusion = (args.disable_shared_experts_fusion, args.topk_ids_dir)
+    model = common.get_model_config(args.model, args.tp_size, args.ep_size, *fusion)
     assert args.tune
     space = common.fitting(search_space(), model["block_shape"])
     work = partial(try_all, args.topk_ids_dir, space, told)
@@ -48,8 +43,7 @@ def main(args: argparse.Namespace, told: tuner.Told) -> None:
         hold(visible_gpus()[0], CHARGE_MIB)
         work(args.batch_size, say)
         return
-    name = common.file_name(model, args.dtype)
-    name = tuner.announced(name, told, common.BATCH_SIZES)
+    name = tuner.announced(common.file_name(model, args.dtype), told, common.BATCH_SIZES)
     tuner.obey(told, common.BATCH_SIZES)
     with Cluster("tune") as cluster:
         cluster.leaves = told.has(tuner.LEAVES, common.BATCH_SIZES)
