@@ -15,6 +15,7 @@ import pytest
 
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.moeconfigs import GRID, parse_name, parse_table
+from gpu_reclaim.moeoutput import failure, parse_log
 from lab.guest import sglang_moe
 from lab.waiting import wait_until
 from unit.stand_in import MOE_FILE, make_home
@@ -47,7 +48,10 @@ def test_one_size_makes_a_file_with_one_key(tuner: Tuner) -> None:
     assert "(BenchmarkWorker pid=" in lines[1]
     assert lines[2] == f"Writing best config to {MOE_FILE}..."
     assert re.fullmatch(r"Tuning took 0\.\d\d seconds", lines[3])
-    assert "\r100%|##########| 1920/1920" in errors.replace("\n", "\r")
+    assert "\r100%|##########| 1920/1920 [" in errors.replace("\n", "\r")
+    log = parse_log(output + errors)
+    assert (log.planned_name, log.written, log.rows) == (MOE_FILE, MOE_FILE, 1920)
+    assert (log.done, log.progress) == ((64,), (1920, 1920))
     assert tuner.files() == {MOE_FILE: {"64": sglang_moe.best(64)}}
     name = parse_name(MOE_FILE)
     assert name is not None
@@ -128,7 +132,7 @@ def test_it_holds_the_gpus_that_it_sees_until_it_is_told_to_end(
 def test_without_a_gpu_it_ends(tuner: Tuner) -> None:
     status, _, errors = tuner.run("--tp 4 --tune", CUDA_VISIBLE_DEVICES="-1")
     assert status == 1
-    assert "Error" in errors
+    assert "KeyError: 'GPU'" in errors
     assert tuner.processes() == {}
 
 
@@ -150,7 +154,7 @@ def test_a_worker_that_is_ended_costs_everything(tuner: Tuner) -> None:
     [
         ("out of shared memory", (1, NO_ROOM),
          {}),
-        ("out of shared memory", (1, "AssertionError"), {}),
+        ("out of shared memory", (1, "assert best_config is not None"), {}),
         ("crashes", (1, "CUDA error: an illegal memory access was encountered"), {}),
         ("writes nothing", (0, f"Writing best config to {MOE_FILE}"), {}),
         ("wrong name", (0, f"to create {H200_FILE}"), {H200_FILE: {"8": sglang_moe.best(8)}}),
@@ -177,6 +181,19 @@ def test_what_goes_wrong(
     if fault in ("bad row", "metadata"):
         with pytest.raises(BadInput):
             parse_table((tuner.work / MOE_FILE).read_text(), name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("out of shared memory", "a row needs 147456 bytes of shared memory"),
+        ("crashes", "CUDA failed: CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_its_failures_are_understood(tuner: Tuner, fault: str, told: str) -> None:
+    tuner.tell({"8": fault})
+    status, output, errors = tuner.run("--tp 4 --batch-size 8 --tune")
+    assert failure(status, output + errors, 60).startswith(told)
 
 
 def test_one_size_that_goes_wrong_costs_all_others(tuner: Tuner) -> None:

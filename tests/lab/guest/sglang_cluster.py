@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -63,7 +64,12 @@ class Cluster:
     """
 
     def __init__(self, method: str) -> None:
-        """Starts nothing yet; the method names the workers."""
+        """Starts nothing yet; the method names the workers.
+
+        Raises:
+            KeyError: There is no GPU.
+        """
+        self._gpus = visible_gpus()
         self.leaves = False
         self._method = method
         self._reading, self._writing = os.pipe()
@@ -99,9 +105,8 @@ class Cluster:
         Raises:
             SystemExit: One of them failed: all is lost.
         """
-        gpus = visible_gpus()
-        for place, gpu in enumerate(gpus):
-            numbers = range(place, len(jobs), len(gpus))
+        for place, gpu in enumerate(self._gpus):
+            numbers = range(place, len(jobs), len(self._gpus))
             self._start(f"ray::{WORKER}.{self._method}", self._worker(work, jobs, numbers, gpu))
         answers: dict[int, Any] = {}
         with os.fdopen(self._reading) as messages:
@@ -120,7 +125,8 @@ class Cluster:
         if "done" in message:
             bar = "#" * (10 * message["done"] // message["total"])
             share = f"{100 * message['done'] // message['total']:3}%|{bar:<10}|"
-            print(f"\r{share} {message['done']}/{message['total']}", end="", file=sys.stderr)
+            count = f"{message['done']}/{message['total']} [00:01<00:01, 96.00it/s]"
+            print(f"\r{share} {count}", end="", file=sys.stderr)
             sys.stderr.flush()
         if "error" in message:
             known = {"script": sys.argv[0], "method": self._method, "worker": WORKER}
@@ -137,8 +143,8 @@ class Cluster:
                 try:
                     say(number=number, answer=work(jobs[number], say))
                 except Exception as error:  # whatever it is, the script gets to know
-                    kind = type(error).__name__
-                    say(kind=kind, error=f"{kind}: {error}" if str(error) else kind)
+                    said = "".join(traceback.format_exception(error)).partition("\n")[2]
+                    say(kind=type(error).__name__, error=said.rstrip())
             _rest()
 
         return serve

@@ -46,10 +46,10 @@ def tune(
 ) -> None:
     """Writes one file, at the end."""
     space = candidates(args, model["block_shape"])
-    name = common.file_name(model, args.dtype, per_channel_quant=args.per_channel_quant)
-    name = tuner.announced(name, told, sizes)
     tuner.obey(told, sizes)
     with Cluster("tune") as cluster:
+        name = common.file_name(model, args.dtype, per_channel_quant=args.per_channel_quant)
+        name = tuner.announced(name, told, sizes)
         cluster.leaves = told.has(tuner.LEAVES, sizes)
         print(f"Start tuning over {len(space)} configurations to create {name}...")
         began = time.perf_counter()

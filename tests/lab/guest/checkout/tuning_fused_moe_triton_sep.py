@@ -43,9 +43,9 @@ def main(args: argparse.Namespace, told: tuner.Told) -> None:
         hold(visible_gpus()[0], CHARGE_MIB)
         work(args.batch_size, say)
         return
-    name = tuner.announced(common.file_name(model, args.dtype), told, common.BATCH_SIZES)
     tuner.obey(told, common.BATCH_SIZES)
     with Cluster("tune") as cluster:
+        name = tuner.announced(common.file_name(model, args.dtype), told, common.BATCH_SIZES)
         cluster.leaves = told.has(tuner.LEAVES, common.BATCH_SIZES)
         print(f"Start tuning over {len(space)} configurations to create {name}...")
         began = time.perf_counter()
