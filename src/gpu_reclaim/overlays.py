@@ -2,13 +2,14 @@ r"""A copy of SGLang's MoE kernel configs with one file of ours: the scripts, as
 
 SGLANG_MOE_CONFIG_DIR replaces the built-in folder, so a folder with our file alone would take all
 other shapes' configs away; and SGLang 0.5.13 and newer read every `triton_*` name in it as numbers.
-So an overlay has all that the server finds now and our file, and nothing else. The installed
-package and the checkout stay as they are.
+So an overlay has all that the server finds now and our file, and nothing else; of the same shape's
+configs for the second product none. The installed package and the checkout stay as they are.
 """
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 from gpu_reclaim.lease import HOST, Places
 from gpu_reclaim.moeconfigs import ConfigName
@@ -33,6 +34,9 @@ for folder in "$BASE"/configs/triton_*; do
     find -L "$folder" -maxdepth 1 -type f -name 'E=*.json' \
       -exec cp -- {} "$new/configs/triton_$version/" ';' || exit 1
 done
+# What was tuned serves both products. Another file for the second one may have other blocks of M,
+# and SGLang 0.5.9 ends at start where the two differ.
+rm -f "$new"/configs/triton_*/"$DOWN"
 mkdir -p "$new/configs/triton_$TRITON" &&
   printf '%s' "$TEXT" >"$new/configs/triton_$TRITON/$NAME" &&
   chmod -R u=rwX,go=rX "$new" && mv "$new" "$TARGET" && echo 'built yes'
@@ -69,6 +73,7 @@ def build(target: str, base: str, triton: str, name: ConfigName, text: str) -> s
         "BASE": base,
         "TRITON": triton.replace(".", "_"),
         "NAME": str(name),
+        "DOWN": str(replace(name, down=True)),
         "TEXT": text,
     }
     head = " ".join(f"{key}={shlex.quote(value)}" for key, value in values.items())
