@@ -71,7 +71,7 @@ def moe_autotune(
         moe = look_before_moe(host, server, plan, policy.gpus)
         work = MoeTuning(server, host, plan, policy, moe)
         if not plan.fresh:
-            work.sizes = read_sizes(host, moe)
+            work.sizes = work.known(read_sizes(host, moe))
         show_moe_plan(work)
         if plan.mode == "plan":
             return work.planned()

@@ -80,6 +80,8 @@ def tune_sizes(host: str, work: MoeTuning) -> None:
             logbook.add_size(session, work.moe.place, size)
             work.add(size)
             bars.show()
+        if not work.missing:
+            moestage.drop_caches(session, work.moe)
 
 
 class _Bars:
@@ -181,4 +183,5 @@ def time_kernels(host: str, work: MoeTuning, before: MoePreflight) -> list[Kerne
         ):
             found.append(one)
             progress.visit(len(found), most, f"{one.arm} at {one.tokens} tokens", math.inf)
+        moestage.drop_caches(session, work.moe)
     return found

@@ -13,7 +13,7 @@ from gpu_reclaim.course import GO_ON, RECLAIM_S, SEE_WHY, Tuning, error_words
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.moefinding import PRESENT, MoeFound
 from gpu_reclaim.moepreflight import MoePreflight, moe_trials
-from gpu_reclaim.moestage import Window
+from gpu_reclaim.moestage import OUTSIDE, Window
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.tuning import KernelTime, TunedSize, TuningOutcome, TuningReport
 
@@ -63,6 +63,10 @@ class MoeTuning:
 
     def _more_time(self, size: TunedSize) -> bool:
         return size.seconds >= size.limit_s > 0 and self.limit_s > size.limit_s
+
+    def known(self, sizes: Sequence[TunedSize]) -> list[TunedSize]:
+        """What counts of an earlier run's sizes: not those that somebody else ended."""
+        return [size for size in sizes if size.failure != OUTSIDE]
 
     def add(self, size: TunedSize) -> None:
         """Take in the last word on a batch size."""

@@ -27,7 +27,14 @@ LOG_S = 120
 
 HELPFUL = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME", "TRITON_PTXAS_PATH"),
-    *("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"),
+    *(
+        "HOME",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "HF_MODULES_CACHE",
+        "TRANSFORMERS_CACHE",
+    ),
 )
 """Variables of the server that its tuning script needs too: where code, libraries and models are.
 None of them holds a secret."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from gpu_reclaim import moeoutput, moescript, running
 from gpu_reclaim.benching import OFFLINE
-from gpu_reclaim.commands import printable
+from gpu_reclaim.commands import PATHS, Script, printable
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.jobs import Job
 from gpu_reclaim.moeconfigs import ConfigName, parse_table
@@ -34,6 +35,9 @@ SAY_S = 30
 
 SAID_LINES = 15
 """Last lines of a script that failed, kept for people."""
+
+OUTSIDE = "it was ended from outside"
+"""What is said of a script that somebody else ended; the next run tries that size again."""
 
 Progress = Callable[[Job, tuple[int, int] | None], None]
 """Told how many rows a job has tried, of how many; None where it does not say."""
@@ -136,9 +140,18 @@ def _asked(moe: MoeFound, tokens: int, *, tune: bool, space_file: str = "") -> m
 
 def _env(session: Session, moe: MoeFound, name: str, folder: str) -> dict[str, str]:
     offline = dict(word.split("=", 1) for word in OFFLINE.split() if "=" in word)
+    values = moe.env.values
+    home = values.get("HOME", "/root")
     return {
-        **moe.env.values,
+        "HF_HOME": f"{home}/.cache/huggingface",
+        **values,
         **offline,
+        "PATH": ":".join(filter(None, [values.get("PATH"), PATHS])),
+        # It runs as root: nothing of it may be left among the files of the server's user, of the
+        # package or of the checkout.
+        "HOME": f"{folder}/cache",
+        "HF_MODULES_CACHE": f"{folder}/cache/modules",
+        "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         # A cache of its own: what was compiled is there in the next attempt, and a broken one harms
         # this size alone.
@@ -148,6 +161,19 @@ def _env(session: Session, moe: MoeFound, name: str, folder: str) -> dict[str, s
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def drop_caches(session: Session, moe: MoeFound) -> None:
+    """Remove what was compiled for sizes and kernels that are done: hundreds of MB.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    place = shlex.quote(moe.place)
+    text = (
+        f"[ ! -d {place} ] || find {place} -mindepth 2 -maxdepth 2 -name cache -exec rm -rf {{}} +"
+    )
+    session.links.run(Script("remove caches", {"caches": text}, writes=True))
 
 
 @dataclass
@@ -209,7 +235,7 @@ def _row(
     """What the script found; or, as one sentence, why that cannot be used."""
     code, limit = done.state.code, done.job.limit_s
     if code is None:
-        return "it was ended from outside"
+        return OUTSIDE
     if code != 0:
         return moeoutput.failure(code, done.text, limit)
     if str(name) not in done.state.files:
@@ -276,7 +302,7 @@ def _kernel(session: Session, arm: str, tokens: int, done: Done) -> KernelTime:
         log.info("%s: %s at %d tokens: %.1f us", session.host, arm, tokens, us)
         return KernelTime(arm=arm, tokens=tokens, us=us)
     code = done.state.code
-    why = "it was ended from outside" if code is None else "it told no time"
+    why = OUTSIDE if code is None else "it told no time"
     if code:
         why = moeoutput.failure(code, done.text, done.job.limit_s)
     log.warning("%s: %s at %d tokens: %s", session.host, arm, tokens, why)

@@ -48,8 +48,9 @@ for entry in "$ROOT"/*; do
   [ -e "$entry" ] || continue
   case "$KEPT" in *" ${entry##*/} "*) ;; *) rm -rf -- "$entry";; esac
 done
-rmdir -- "$ROOT" 2>&1 | sed 's/^/said /'
-exit 0
+for folder in "$ROOT" "${ROOT%/*}"; do
+  [ -n "$(ls -A "$folder")" ] || rmdir -- "$folder" || exit 1
+done
 """
 
 
