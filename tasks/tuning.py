@@ -35,7 +35,7 @@ def look_before_tuning(host: str, server: str, plan: SpecDecodePlan) -> SpecPref
 
 
 @ops_task("read_logbook")
-def read_logbook(host: str, before: Preflight) -> tuple[list[Visit], list[str]]:
+def read_logbook(host: str, before: Preflight) -> tuple[list[Visit], list[list[str]]]:
     """What an earlier run has measured of the very same server, and its greedy answers.
 
     Args:
@@ -71,8 +71,8 @@ def measure_setting(
     before: Preflight,
     plan: TrialPlan,
     turn: tuple[str, int],
-    reference: list[str],
-) -> tuple[Visit, list[str]]:
+    reference: list[list[str]],
+) -> tuple[Visit, list[list[str]]]:
     """Start the server with one setting, prove it, measure it, and put that on record.
 
     Whatever the server does is an observation. It runs on afterwards.

@@ -141,7 +141,7 @@ def rules(plan: TrialPlan) -> str:
     said = [
         f"The present setting is replaced from {plan.min_gain_pct:+g} % on, if no concurrency "
         f"loses more than {plan.max_loss_pct:g} % and at most {plan.output_tolerance_pct:g} % of "
-        "the greedy answers differ"
+        "the greedy answers differ, beyond those in which it differs from itself"
     ]
     for name, limit in (("TTFT", plan.max_ttft_ms), ("TPOT", plan.max_tpot_ms)):
         said += [f"{name} p99 stays below {limit:g} ms"] if limit else []

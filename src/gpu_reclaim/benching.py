@@ -42,8 +42,9 @@ NEEDED = (
 HELP_S = 120
 """Longest time for `--help`, in seconds: newer releases import torch first."""
 
-OFFLINE = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1"
-"""What the client runs with: nothing is fetched while a server is on trial."""
+OFFLINE = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1"
+"""What the client runs with: nothing is fetched while a server is on trial, and nothing is left
+among the package's files."""
 
 SEED = 1
 """Always given: its default differs between releases."""

@@ -47,7 +47,7 @@ class Tuning:
     policy: ReclaimPolicy
     before: Preflight
     visits: list[Visit] = field(default_factory=list)
-    answers: list[str] = field(default_factory=list)
+    answers: list[list[str]] = field(default_factory=list)
     resumed: int = 0
     applied: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -106,7 +106,7 @@ class Tuning:
         guess = self.before.found.start_s + ladder_s(self.plan)
         return RECLAIM_S + (fmean(took) if took else guess)
 
-    def resume(self, visits: list[Visit], answers: list[str]) -> None:
+    def resume(self, visits: list[Visit], answers: list[list[str]]) -> None:
         """Go on from what an earlier run has put on record, unless that came to nothing."""
         if decision(self.arms, visits, self.plan).broken:
             visits, answers = [], []

@@ -21,6 +21,9 @@ FAR_WORSE = math.log(0.85)
 """Dropped after one round, when nothing is known about the spread: 15 % slower is 3.8 standard
 deviations of a difference between two visits with 3 % of noise each."""
 
+WHOLE = 100.0
+"""All outputs, in percent."""
+
 ATTEMPTS = 2
 """The present setting is started so often in a round before nothing can be compared."""
 
@@ -72,7 +75,10 @@ def _play(race: Race, turn: int, visits: Sequence[Visit]) -> bool:
 
 
 def _leave_at_once(race: Race, turn: int, seen: dict[str, list[Visit]]) -> None:
-    tolerance = race.plan.output_tolerance_pct
+    own = [visit.differing_pct for visit in seen[race.present]]
+    race.own_pct = max([race.own_pct, *(x for x in own if x is not None and 0 <= x <= WHOLE)])
+    # Where the present setting hardly ever answers the same, all answers still must not differ.
+    most = min(race.plan.output_tolerance_pct + race.own_pct, (WHOLE + race.own_pct) / 2)
     for arm in race.running[1:]:
         for visit in seen[arm]:
             fault = problem(visit, race.plan)
@@ -80,8 +86,11 @@ def _leave_at_once(race: Race, turn: int, seen: dict[str, list[Visit]]) -> None:
             if fault:
                 race.out[arm] = Out("failed", f"in round {turn}: {fault}", turn)
             # Written so that a value that is no number is refused too.
-            elif differing is not None and not 0 <= differing <= tolerance:
-                why = f"{differing:.0f} % of its outputs differ, {tolerance:g} % may"
+            elif differing is not None and not 0 <= differing <= most:
+                why = f"{differing:.0f} % of its outputs differ, {most:g} % may"
+                why += f" ({race.own_pct:.0f} % of the present setting's own do)" * (
+                    race.own_pct > 0
+                )
                 race.out[arm] = Out("rejected", why, turn)
 
 

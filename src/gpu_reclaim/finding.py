@@ -96,7 +96,7 @@ def find(session: Session, server: Server, plan: TrialPlan) -> Found:
         "prompts": prompts,
         "levels": {str(level): requests_at(plan, level) for level in plan.levels},
         "seed": SEED,
-        "greedy": logbook.key_of({"prompts": measuring.PROMPTS}),
+        "greedy": logbook.key_of({"prompts": measuring.PROMPTS, "long": long_tokens(info)}),
     }
     took = info.get("startup_time")
     return Found(
@@ -200,6 +200,12 @@ def running_requests(session: Session, info: Mapping[str, Any]) -> int:
             remedy="give max_running_requests in the plan: unset, speculative decoding makes it 48",
         )
     return found
+
+
+def long_tokens(info: Mapping[str, Any]) -> int:
+    """Length of a prompt that fills a prefill's chunk, in tokens; 0 where none is known."""
+    chunk, longest = number(info.get("chunked_prefill_size")), number(info.get("context_length"))
+    return min(chunk, longest // 2) if longest else chunk
 
 
 def text(value: object) -> str:

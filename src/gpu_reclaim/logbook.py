@@ -33,7 +33,7 @@ def key_of(parts: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
 
 
-def read(session: Session, place: str) -> tuple[list[Visit], list[str]]:
+def read(session: Session, place: str) -> tuple[list[Visit], list[list[str]]]:
     """What is on record: the visits, and the present setting's greedy answers.
 
     A line that was cut by a full disk or a lost connection counts as not there. So does what is
@@ -61,13 +61,15 @@ def _visit(line: str) -> Visit | None:
         return None
 
 
-def _answers(text: str) -> list[str]:
+def _answers(text: str) -> list[list[str]]:
     try:
         found = json.loads(text)
     except ValueError:
         return []
-    good = isinstance(found, list) and all(isinstance(one, str) for one in found)
-    return found if good else []
+    groups = found if isinstance(found, list) else []
+    texts = [one for group in groups if isinstance(group, list) for one in group]
+    good = all(isinstance(group, list) for group in groups)
+    return groups if good and all(isinstance(one, str) for one in texts) else []
 
 
 def about(session: Session, place: str, parts: Mapping[str, object]) -> None:
@@ -75,7 +77,7 @@ def about(session: Session, place: str, parts: Mapping[str, object]) -> None:
     _write(session, place, "about.json", json.dumps(parts, indent=1, sort_keys=True))
 
 
-def add_answers(session: Session, place: str, answers: list[str]) -> None:
+def add_answers(session: Session, place: str, answers: list[list[str]]) -> None:
     """Keep the greedy answers that others are compared with."""
     _write(session, place, "answers.json", json.dumps(answers))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from http import HTTPStatus
 
 from gpu_reclaim import benching, sglang
 from gpu_reclaim.benching import Load, Tool
@@ -28,6 +29,15 @@ INFO_S = 30
 ANSWER_TOKENS = 48
 """Length of a greedy answer: long enough that a broken cache or a wrong kernel shows, short enough
 that sixteen take seconds."""
+
+Answers = list[list[str]]
+"""Greedy answers, by group."""
+
+MOST_TOGETHER = 256
+"""At most so many greedy answers are asked for at the same time: each is a thread on the host."""
+
+TOKENS_PER_WORD = 1.4
+"""Of `PROMPTS`, roughly: prose has 1.3 tokens a word, code and numbers more."""
 
 ANSWER_S = 120
 """Longest wait for one greedy answer, in seconds; who is healthy and slower than that hangs."""
@@ -63,16 +73,45 @@ def server_info(session: Session, server: Server) -> dict[str, object]:
     return {}
 
 
-def greedy_answers(session: Session, server: Server) -> list[str] | str:
-    """One answer for each of `PROMPTS`; or, as one sentence, why there are none."""
-    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS}
-    asks = [
-        Ask("/generate", {"text": text, "sampling_params": sampling}, ANSWER_S) for text in PROMPTS
-    ]
+def greedy_answers(
+    session: Session, server: Server, levels: Sequence[int], long_tokens: int = 0
+) -> Answers | str:
+    """Answers to `PROMPTS`; or, as one sentence, why there are none.
+
+    A kernel works at another size at each concurrency and in a prefill, and may be wrong at one
+    alone. So there is a group of answers that were asked for one at a time, one for each
+    concurrency, and a long prompt's.
+
+    Args:
+        session: The host.
+        server: What is asked.
+        levels: Requests in flight.
+        long_tokens: About so many tokens the long prompt has; 0: there is none.
+    """
+    asks = [_completion(text) for text in PROMPTS]
     # The first one alone: whether it answers at all is known sooner.
-    found = _ask(session, server, "ask for a completion", asks[:1])
-    if _text(found[0]) is not None:
-        found += _ask(session, server, "ask for greedy answers", asks[1:])
+    first = _texts(_ask(session, server, "ask for a completion", asks[:1]))
+    if isinstance(first, str):
+        return first
+    rest = _texts(_ask(session, server, "ask for greedy answers", asks[1:]))
+    groups = [rest if isinstance(rest, str) else [*first, *rest]]
+    for level in levels:
+        if level > 1:
+            many = [asks[i % len(asks)] for i in range(min(level, MOST_TOGETHER))]
+            name = f"ask for greedy answers at {level}"
+            groups.append(_texts(_ask(session, server, name, many, together=True)))
+    if long_tokens:
+        groups.append(_long_answer(session, server, long_tokens))
+    wrong = next((group for group in groups if isinstance(group, str)), None)
+    return wrong or [group for group in groups if not isinstance(group, str)]
+
+
+def _completion(text: str) -> Ask:
+    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS}
+    return Ask("/generate", {"text": text, "sampling_params": sampling}, ANSWER_S)
+
+
+def _texts(found: Sequence[Answer]) -> list[str] | str:
     texts = [_text(answer) for answer in found]
     bad = next((x for x, text in zip(found, texts, strict=True) if text is None), None)
     if bad is not None:
@@ -80,13 +119,34 @@ def greedy_answers(session: Session, server: Server) -> list[str] | str:
     return [text or "" for text in texts]
 
 
+def _long_answer(session: Session, server: Server, tokens: int) -> list[str] | str:
+    """The answer to a prompt of so many tokens; a server that refuses its length always does."""
+    words = " ".join(PROMPTS).split()
+    many = int(tokens / TOKENS_PER_WORD)
+    text = " ".join(words[i % len(words)] for i in range(many))
+    found = _ask(session, server, "ask for a long prompt's answer", [_completion(text)])
+    refused = HTTPStatus.BAD_REQUEST <= found[0].code < HTTPStatus.INTERNAL_SERVER_ERROR
+    return [f"HTTP {found[0].code}"] if refused else _texts(found)
+
+
 def _text(answer: Answer) -> str | None:
     text = answer.json().get("text")
     return text if answer.code == sglang.OK and isinstance(text, str) else None
 
 
-def differing_pct(answers: Sequence[str], reference: Sequence[str]) -> float:
-    """How many answers are not those of the reference, in percent."""
+def differing_pct(answers: Answers, reference: Answers) -> float:
+    """How many answers are not those of the reference, in percent, in the group that has most.
+
+    A group of a single answer cannot say how many, so it counts with the group before it.
+    """
+    groups = list(zip(answers, reference, strict=True))
+    while len(groups) > 1 and len(groups[-1][0]) == 1:
+        (one, other), (before, others) = groups.pop(), groups.pop()
+        groups.append((before + one, others + other))
+    return max(_differing(one, other) for one, other in groups)
+
+
+def _differing(answers: Sequence[str], reference: Sequence[str]) -> float:
     pairs = list(zip(answers, reference, strict=True))
     return 100 * sum(one != other for one, other in pairs) / len(pairs)
 
@@ -152,9 +212,12 @@ def _last(text: str) -> str:
     return next((line for line in reversed(text.split("\n")) if line.strip()), "it said nothing")
 
 
-def _ask(session: Session, server: Server, name: str, asks: Sequence[Ask]) -> list[Answer]:
-    text = sglang.ask(server.python, server.base_url, asks, server.api_key)
-    limit = sum(one.timeout_s for one in asks) + 10
+def _ask(
+    session: Session, server: Server, name: str, asks: Sequence[Ask], *, together: bool = False
+) -> list[Answer]:
+    text = sglang.ask(server.python, server.base_url, asks, server.api_key, together=together)
+    times = [one.timeout_s for one in asks]
+    limit = (max(times) if together else sum(times)) + 10
     # What a server says of itself holds its keys, so it is never shown.
     result = session.links.run(Script(name, {"answers": text}, timeout_s=limit, together=True))
     found = sglang.parse_answers(result.section("answers"))

@@ -107,8 +107,9 @@ class TrialPlan(BaseModel):
         ge=0,
         le=100,
         title="Differing outputs (%)",
-        description="Greedy answers that may differ from the present setting's, in percent. Batch "
-        "and kernel shapes change the last digits, so a few differ without being worse.",
+        description="Greedy answers that may differ from the present setting's at any concurrency, "
+        "in percent, beyond those in which it differs from itself. Batch and kernel shapes change "
+        "the last digits, so a few differ without being worse.",
     )
     rounds: int = Field(
         default=24,

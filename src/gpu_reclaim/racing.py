@@ -56,6 +56,8 @@ class Race:
         compared: Arms whose outputs were compared at least once.
         spread: Of a visit's score.
         out: Arms that left.
+        own_pct: So many of the present setting's outputs differed from its first ones, in percent,
+            at most.
         pending: What is still to be measured in the round that is under way, in order.
         broken: Why nothing can be compared; empty while it can.
     """
@@ -67,6 +69,7 @@ class Race:
     compared: set[str] = field(default_factory=set)
     spread: Spread = field(default_factory=Spread)
     out: dict[str, Out] = field(default_factory=dict)
+    own_pct: float = 0
     pending: list[tuple[str, int]] = field(default_factory=list)
     broken: str = ""
 

@@ -16,10 +16,10 @@ ANSWER_S = 25
 (SGLANG_HEALTH_CHECK_TIMEOUT)."""
 
 _ASK = """
-import http.client, json, sys, time, urllib.error, urllib.request
+import concurrent.futures, http.client, json, sys, time, urllib.error, urllib.request
 asked = json.loads(ASKED)
 send = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-for number, one in enumerate(asked["asks"]):
+def told(number, one):
     head = {"Content-Type": "application/json"}
     if asked["key"]:
         head["Authorization"] = "Bearer " + asked["key"]
@@ -34,7 +34,11 @@ for number, one in enumerate(asked["asks"]):
     except (OSError, http.client.HTTPException, ValueError) as error:
         code, text = 0, str(error) or type(error).__name__
     took = time.monotonic() - began
-    print("answer", number, code, "%.3f" % took, json.dumps(text), flush=True)
+    return "answer %d %d %.3f %s" % (number, code, took, json.dumps(text))
+asks = list(enumerate(asked["asks"]))
+with concurrent.futures.ThreadPoolExecutor(len(asks) if asked["together"] else 1) as pool:
+    for line in pool.map(lambda ask: told(*ask), asks):
+        print(line, flush=True)
 """
 
 OK = 200
@@ -87,16 +91,29 @@ class Answer:
         return value if isinstance(value, dict) else {}
 
 
-def ask(python: str, base_url: str, asks: Sequence[Ask], api_key: str = "") -> str:
-    """Shell text that sends requests, one after the other, to a server on the host.
+def ask(
+    python: str,
+    base_url: str,
+    asks: Sequence[Ask],
+    api_key: str = "",
+    *,
+    together: bool = False,
+) -> str:
+    """Shell text that sends requests to a server on the host.
 
     Args:
         python: The interpreter on the host to ask with; the server's own is surely there.
         base_url: For example `http://127.0.0.1:30000`, as seen from the host.
         asks: What to ask.
         api_key: Sent as a bearer token; it stands in no command line.
+        together: All at the same time; else one after the other.
     """
-    said = {"url": base_url.rstrip("/"), "key": api_key, "asks": [asdict(x) for x in asks]}
+    said = {
+        "url": base_url.rstrip("/"),
+        "key": api_key,
+        "together": together,
+        "asks": [asdict(x) for x in asks],
+    }
     head = f"MOST = {MOST_BYTES}\nASKED = {json.dumps(json.dumps(said))}"
     return by_python(python, f"{head}{_ASK}")
 

@@ -52,8 +52,8 @@ class Visit(BaseModel):
         detail: Last lines of the journal, or what was answered instead.
         ready_s: Seconds from the start until it served.
         levels: One measurement for each concurrency; empty after a failure.
-        differing_pct: Share of greedy answers that differ from the present setting's, in percent;
-            None where they were not compared.
+        differing_pct: Share of greedy answers that differ from the present setting's first ones, in
+            percent, at the concurrency where most do; None where they were not compared.
         token_capacity: Tokens that fit into its cache; None where it does not say.
     """
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from gpu_reclaim import measuring, trial
-from gpu_reclaim.measuring import differing_pct, greedy_answers
+from gpu_reclaim.finding import long_tokens
+from gpu_reclaim.measuring import Answers, differing_pct, greedy_answers
 from gpu_reclaim.plans import TrialPlan
 from gpu_reclaim.preflight import Preflight, load_of
 from gpu_reclaim.session import Session
@@ -51,8 +51,8 @@ def visit(
     before: Preflight,
     plan: TrialPlan,
     turn: tuple[str, int],
-    reference: Sequence[str],
-) -> tuple[Visit, list[str]]:
+    reference: Answers,
+) -> tuple[Visit, Answers]:
     """Start, prove, ask and measure; whatever the server does is an observation.
 
     Args:
@@ -60,7 +60,7 @@ def visit(
         before: From `preflight`.
         plan: How it is measured.
         turn: The setting's name, and the round.
-        reference: Greedy answers to compare with; none yet: nothing is compared.
+        reference: Greedy answers to compare with; none yet: its own, asked for twice.
 
     Returns:
         The visit, and the server's own greedy answers.
@@ -74,9 +74,15 @@ def visit(
     ready = start(session, before, arm)
     if isinstance(ready, Failure):
         return _failed(turn, ready), []
-    answers = greedy_answers(session, before.server)
+    long = long_tokens(before.found.info)
+    answers = greedy_answers(session, before.server, plan.levels, long)
     if isinstance(answers, str):
         return _failed(turn, _failure(session, before, answers), ready), []
+    again = answers if reference else greedy_answers(session, before.server, plan.levels, long)
+    if isinstance(again, str):
+        return _failed(turn, _failure(session, before, again), ready), answers
+    # Without others to compare with: how much it differs from itself.
+    differing = differing_pct(again, reference or answers)
     levels: list[Measurement] = []
     for level in plan.levels:
         name = f"{arm.replace(' ', '-').replace('/', '.')}-round-{number}-at-{level}"
@@ -90,7 +96,7 @@ def visit(
         round=number,
         ready_s=ready,
         levels=levels,
-        differing_pct=differing_pct(answers, reference) if reference else None,
+        differing_pct=differing,
         token_capacity=_capacity(session, before),
     )
     return done, answers

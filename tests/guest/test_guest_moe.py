@@ -237,28 +237,34 @@ def test_a_window_ends_the_stage_and_the_next_run_goes_on(lab: Lab) -> None:
     assert [x.at for x in second.sizes if x.tokens in done] == [x.at for x in first.sizes]
 
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"old": True, "skew": True}, "", "does not run by the server's interpreter"),
-    ({}, "--moe-runner-backend flashinfer_cutlass", "reads no Triton configs"),
-    ({}, "--enable-deterministic-inference", "deterministic inference"),
-    ({}, "--tp 2", "E=256,N=512"),
+CONFIG = "/opt/sglang/model/config.json"
+VERSION = "/opt/sglang-source/python/sglang/version.py"
+REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"skew": True}, "", "", "does not run by the server's interpreter"),
+    ({}, "--moe-runner-backend flashinfer_cutlass", "", "reads no Triton configs"),
+    ({}, "--enable-deterministic-inference", "", "deterministic inference"),
+    ({}, "", f"sed -i.old 's/: 1024/: 2048/' {CONFIG}", "which it would never read"),
+    ({}, "", f"sed -i.old 's/0.5.9/0.5.8/' {VERSION}", "the checkout is of SGLang 0.5.8"),
 ]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("script", "flags", "words"), REFUSED[:3])
+@pytest.mark.parametrize(("script", "flags", "then", "words"), REFUSED)
 def test_what_cannot_be_tuned_is_refused_before_anything_is_stopped(
-    lab: Lab, script: dict[str, Any], flags: str, words: str
+    lab: Lab, script: dict[str, Any], flags: str, then: str, words: str
 ) -> None:
     if flags:
-        old = lab.do(
-            f"systemctl show -P ExecStart {TUNED} | sed 's/.*argv\\[\\]=//; s/ ; ignore.*//'"
-        )
-        units.drop_in(lab, TUNED, f"[Service]\nExecStart=\nExecStart={old.strip()} {flags}\n")
+        shown = lab.do(f"systemctl show -P ExecStart {TUNED}")
+        old = shown.partition("argv[]=")[2].partition(" ; ")[0]
+        units.drop_in(lab, TUNED, f"[Service]\nExecStart=\nExecStart={old} {flags}\n")
     serve(lab, script=script)
+    lab.do(then or ":")
     before = lab.processes()
-    with pytest.raises(BadInput, match=words):
-        moe_autotune("llm", plan(), POLICY)
+    try:
+        with pytest.raises(BadInput, match=words):
+            moe_autotune("llm", plan(), POLICY)
+    finally:
+        lab.do(f"for file in {CONFIG} {VERSION}; do [ ! -e $file.old ] || mv $file.old $file; done")
     assert before.items() <= lab.processes().items()
 
 

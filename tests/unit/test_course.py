@@ -142,7 +142,7 @@ def test_a_present_setting_that_cannot_be_measured() -> None:
 def test_what_came_to_nothing_is_not_gone_on_with() -> None:
     """Its cause may be mended since; the record would end the next run before it began."""
     made = tuning()
-    made.resume([visit(PRESENT, 1, failure="out of memory") for _ in range(2)], ["text"])
+    made.resume([visit(PRESENT, 1, failure="out of memory") for _ in range(2)], [["text"]])
     assert (made.visits, made.answers, made.resumed) == ([], [], 0)
     assert made.turn == (PRESENT, 1)
 

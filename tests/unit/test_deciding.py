@@ -125,6 +125,32 @@ def test_latency_limits(limits: dict[str, float], state: str) -> None:
     assert states(visits, plan)["two"] == state
 
 
+@pytest.mark.parametrize(
+    ("own", "differing", "state"),
+    [
+        (0, 25, "winner"),
+        (0, 26, "rejected"),
+        (10, 35, "winner"),
+        (10, 36, "rejected"),
+        # However unsteady the present setting is, not all answers may differ.
+        (80, 90, "winner"),
+        (80, 91, "rejected"),
+        (100, 100, "winner"),
+    ],
+)
+def test_outputs_may_differ_beyond_those_of_the_present_setting(
+    own: float, differing: float, state: str
+) -> None:
+    def answer(arm: str, turn: int) -> Visit:
+        speed = 2 if arm == "two" else 1
+        return visit(
+            arm, turn, 100 * speed, 1000 * speed, differing=own if arm == "present" else differing
+        )
+
+    found = results(ARMS, play(answer), PLAN)
+    assert {one.arm: one.state for one in found}["two"] == state
+
+
 @pytest.mark.parametrize("differing", [25.5, 100, math.nan, -1])
 def test_wrong_outputs_end_it_at_once(differing: float) -> None:
     visits = play(lambda arm, turn: visit(

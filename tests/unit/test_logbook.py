@@ -47,10 +47,10 @@ def test_what_is_written_is_read_again(tools: str, session: Session, place: str)
 
 def test_answers_of_any_text(tools: str, session: Session, place: str) -> None:
     logbook.add(session, place, visit("off", 1))
-    logbook.add_answers(session, place, ["before"])
-    logbook.add_answers(session, place, ["", HARD, "x" * 10_000])
+    logbook.add_answers(session, place, [["before"]])
+    logbook.add_answers(session, place, [["", HARD], ["x" * 10_000]])
 
-    assert logbook.read(session, place)[1] == ["", HARD, "x" * 10_000]
+    assert logbook.read(session, place)[1] == [["", HARD], ["x" * 10_000]]
 
 
 def test_a_cut_line_counts_as_not_there_and_the_next_is_whole(
@@ -76,7 +76,9 @@ def test_what_is_no_visit_is_none(line: str, session: Session, place: str) -> No
     assert logbook.read(session, place) == ([visit("off", 1)], [])
 
 
-@pytest.mark.parametrize("text", ['["cut', "{}", '"x"', "[1, 2]", '["a", null]', ""])
+@pytest.mark.parametrize(
+    "text", ['[["cut', "{}", '"x"', "[[1, 2]]", '[["a", null]]', '["a"]', '[["a"], "b"]', ""]
+)
 def test_what_are_no_answers_are_none(text: str, session: Session, place: str) -> None:
     Path(place).mkdir(parents=True)
     (Path(place) / "answers.json").write_text(text)
@@ -93,7 +95,7 @@ def test_people_are_told_what_was_measured(session: Session, place: str) -> None
 
 def test_it_is_for_root_alone(session: Session, place: str) -> None:
     logbook.about(session, place, {})
-    logbook.add_answers(session, place, ["x"])
+    logbook.add_answers(session, place, [["x"]])
     logbook.add(session, place, visit("off", 1))
 
     folder = Path(place)

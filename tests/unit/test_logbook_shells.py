@@ -38,11 +38,11 @@ def place(session: Session) -> str:
 def test_what_is_written_is_read_again(session: Session, place: str) -> None:
     assert logbook.read(session, place) == ([], [])
     logbook.about(session, place, {"version": "0.5.23"})
-    logbook.add_answers(session, place, ["it's one", "two\nlines"])
+    logbook.add_answers(session, place, [["it's one"], ["two\nlines"]])
     logbook.add(session, place, ONE)
     logbook.add(session, place, TWO)
 
-    assert logbook.read(session, place) == ([ONE, TWO], ["it's one", "two\nlines"])
+    assert logbook.read(session, place) == ([ONE, TWO], [["it's one"], ["two\nlines"]])
     assert stat.S_IMODE(Path(place).stat().st_mode) == 0o700
     assert stat.S_IMODE((Path(place) / "visits.jsonl").stat().st_mode) == 0o600
 
@@ -67,7 +67,7 @@ def test_answers_that_are_none_are_not_compared_with(
 
 def test_what_is_set_aside_does_not_count_any_more(session: Session, place: str) -> None:
     logbook.set_aside(session, place)
-    logbook.add_answers(session, place, ["one"])
+    logbook.add_answers(session, place, [["one"]])
     logbook.add(session, place, ONE)
     logbook.set_aside(session, place)
     # An answer that was lost makes it come twice.

@@ -25,6 +25,8 @@ from unit.tuned import INFO, KEY, PLAN, SERVER, TOOL, answered, before, benched,
 
 ARGUMENTS = "ask for its arguments"
 FIRST, OTHERS = "ask for a completion", "ask for greedy answers"
+AT_20, LONG = "ask for greedy answers at 20", "ask for a long prompt's answer"
+SIXTEEN = ["text 0", *(f"text {x}" for x in range(15))]
 NOT_FOUND = (404, {"detail": "Not Found"})
 """FastAPI's own body."""
 
@@ -62,17 +64,60 @@ def test_the_older_name_is_asked_second_and_only_then() -> None:
 def test_greedy_answers_the_first_alone() -> None:
     made = tuned()
 
-    assert greedy_answers(made.session, SERVER) == ["text 0", *(f"text {x}" for x in range(15))]
+    assert greedy_answers(made.session, SERVER, [1]) == [SIXTEEN]
     assert made.asked == [FIRST, OTHERS]
     first, others = (script.sections["answers"] for script in made.direct.asked)
     assert [x for x in PROMPTS if json.dumps(json.dumps(x))[1:-1] in first] == [PROMPTS[0]]
     assert others.count('\\"temperature\\": 0,') == len(PROMPTS) - 1
 
 
+def test_each_concurrency_has_answers_of_its_own_all_at_the_same_time() -> None:
+    made = tuned({"ask for greedy answers at 4": texts(count=4), AT_20: texts(count=20)})
+
+    found = greedy_answers(made.session, SERVER, [1, 4, 20])
+    assert found == [SIXTEEN, *([f"text {x}" for x in range(many)] for many in (4, 20))]
+    assert made.asked == [FIRST, OTHERS, "ask for greedy answers at 4", AT_20]
+    one_by_one, together = (made.direct.asked[x].sections["answers"] for x in (1, 3))
+    assert '\\"together\\": false' in one_by_one
+    assert '\\"together\\": true' in together
+    # There are sixteen prompts, so four of them come twice.
+    assert together.count(json.dumps(json.dumps(PROMPTS[0]))[1:-1]) == 2
+
+
+def test_a_failure_at_a_concurrency_is_one() -> None:
+    bad = answered(*[(200, {"text": "x"})] * 3, (500, "x"))
+    made = tuned({"ask for greedy answers at 4": bad})
+
+    assert greedy_answers(made.session, SERVER, [4]) == "a request for 48 tokens got HTTP 500"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [((200, {"text": "long"}), "long"), ((400, "too long"), "HTTP 400")],
+)
+def test_a_prompt_as_long_as_a_prefill(answer: tuple[int, object], text: str) -> None:
+    """A server that refuses its length does so with every setting."""
+    made = tuned({LONG: answered(answer)})
+
+    found = greedy_answers(made.session, SERVER, [1], 1400)
+    assert found == [SIXTEEN, [text]]
+    asked = made.direct.asked[-1].sections["answers"]
+    assert 1000 < len(asked.split(" ")) < 1300
+
+
+@pytest.mark.parametrize("answer", [(500, "x"), (0, "cut")])
+def test_a_prefill_that_fails_is_a_failure(answer: tuple[int, object]) -> None:
+    made = tuned({LONG: answered(answer)})
+
+    words = greedy_answers(made.session, SERVER, [1], 1400)
+    assert isinstance(words, str)
+    assert words.startswith("a request for 48 tokens got ")
+
+
 def test_an_empty_answer_is_one() -> None:
     made = tuned({OTHERS: texts({"text": ""})})
 
-    assert greedy_answers(made.session, SERVER)[1] == ""
+    assert greedy_answers(made.session, SERVER, [1])[0][1] == ""
 
 
 @pytest.mark.parametrize(
@@ -89,34 +134,51 @@ def test_an_empty_answer_is_one() -> None:
 def test_why_there_are_no_greedy_answers(answer: tuple[int, object], why: str) -> None:
     sentence = f"a request for 48 tokens got {why}"
     made = tuned({FIRST: answered(answer)})
-    assert greedy_answers(made.session, SERVER) == sentence
+    assert greedy_answers(made.session, SERVER, [1]) == sentence
     assert made.asked == [FIRST]
 
     good = [(200, {"text": "x"})] * 14
     made = tuned({OTHERS: answered(*good, answer)})
-    assert greedy_answers(made.session, SERVER) == sentence
+    assert greedy_answers(made.session, SERVER, [1]) == sentence
 
 
 def test_fewer_answers_than_questions() -> None:
     with pytest.raises(BadAnswer, match="cannot be run there"):
-        greedy_answers(tuned({OTHERS: texts(count=14)}).session, SERVER)
+        greedy_answers(tuned({OTHERS: texts(count=14)}).session, SERVER, [1])
 
 
 def test_a_lost_link_is_no_answer_of_the_server() -> None:
     with pytest.raises(LinkLost):
-        greedy_answers(tuned({OTHERS: LinkLost("gone")}).session, SERVER)
+        greedy_answers(tuned({OTHERS: LinkLost("gone")}).session, SERVER, [1])
 
 
 @pytest.mark.parametrize(
     ("answers", "percent"), [("abcd", 0), ("abcx", 25), ("bacd", 50), ("wxyz", 100)]
 )
 def test_how_many_answers_differ(answers: str, percent: float) -> None:
-    assert differing_pct(answers, "abcd") == percent
+    assert differing_pct([[*answers]], [[*"abcd"]]) == percent
+
+
+@pytest.mark.parametrize(
+    ("groups", "percent"),
+    [
+        (("abcd", "ef"), 0),
+        (("abcx", "ef"), 25),
+        # Wrong at one concurrency alone.
+        (("abcd", "xy"), 100),
+        # A single answer says no share of its own.
+        (("abcd", "ef", "x"), 100 / 3),
+    ],
+)
+def test_the_concurrency_where_most_differ_counts(groups: tuple[str, ...], percent: float) -> None:
+    reference = [[*text] for text in ("abcd", "ef", "g")[: len(groups)]]
+    assert differing_pct([[*text] for text in groups], reference) == percent
 
 
 def test_answers_to_other_questions_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="longer"):
-        differing_pct(["a"], ["a", "b"])
+    for one, other in (([["a"]], [["a", "b"]]), ([["a"]], [["a"], ["b"]])):
+        with pytest.raises(ValueError, match="longer"):
+            differing_pct(one, other)
 
 
 # The benchmark.

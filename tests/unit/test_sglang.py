@@ -199,6 +199,32 @@ def test_several_requests_with_bodies_and_a_key(tools: str) -> None:
     assert "secret" not in repr(Ask("/health"))
 
 
+def test_requests_at_the_same_time_are_told_in_their_order(tools: str) -> None:
+    """None of them is answered before all have come."""
+    gate = threading.Barrier(8)
+
+    class Waiting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            gate.wait(30)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.path.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Waiting)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        text = ask(sys.executable, url, [Ask(f"/{x}") for x in range(8)], together=True)
+        found = parse_answers(here({"x": text}).section("x"))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [answer.text for answer in found] == [f"/{x}" for x in range(8)]
+
+
 def test_health_for_people() -> None:
     assert (str(Health(503)), str(Health(0, "timed out"))) == (
         "HTTP 503",

@@ -33,14 +33,18 @@ PRESENT, OFF, TWO = before().settings
 START, ARGUMENTS = f"start {UNIT} on trial", "ask for its arguments"
 AS_TWO = {**INFO, "speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
 LEVELS = ["measure at 1", "measure at 16"]
-ANSWERS = ["text 0", *(f"text {number}" for number in range(15))]
+ANSWERS = [
+    ["text 0", *(f"text {number}" for number in range(15))],
+    [f"text {number}" for number in range(16)],
+]
+ASK = ["ask for a completion", "ask for greedy answers", "ask for greedy answers at 16"]
 
 Told = Mapping[str, Answer | list[Answer]]
 
 
 def visited(
-    told: Told | None = None, arm: str = PRESENT, reference: list[str] | None = None
-) -> tuple[Scene, Visit, list[str]]:
+    told: Told | None = None, arm: str = PRESENT, reference: list[list[str]] | None = None
+) -> tuple[Scene, Visit, list[list[str]]]:
     made = tuned(told)
     seen, answers = visit(made.session, before(), PLAN, (arm, 2), reference or [])
     return made, seen, answers
@@ -52,11 +56,12 @@ def test_a_good_visit_has_all_levels() -> None:
     assert (seen.arm, seen.round, seen.failure) == (PRESENT, 2, "")
     assert [row.level for row in seen.levels] == PLAN.levels
     assert [row.requests for row in seen.levels] == [16, 128]
-    assert (seen.ready_s, seen.token_capacity, seen.differing_pct) == (2, 412_000, None)
+    assert (seen.ready_s, seen.token_capacity, seen.differing_pct) == (2, 412_000, 0)
     assert answers == ANSWERS
     assert made.asked == [
         *(START, "look at the trial", "look at the trial", ARGUMENTS),
-        *("ask for a completion", "ask for greedy answers", *LEVELS, ARGUMENTS),
+        # Twice, for there is nothing to compare with yet.
+        *(*ASK, *ASK, *LEVELS, ARGUMENTS),
     ]
 
 
@@ -71,8 +76,17 @@ def test_it_is_started_once_and_never_again() -> None:
 
 def test_answers_are_compared_with_those_of_the_present_setting() -> None:
     assert visited(reference=ANSWERS)[1].differing_pct == 0
-    others = ["x", "y", *ANSWERS[2:]]
-    assert visited(reference=others)[1].differing_pct == 12.5
+    others = [ANSWERS[0], ["x", "y", *ANSWERS[1][2:]]]
+    made, seen, _ = visited(reference=others)
+    assert seen.differing_pct == 12.5
+    assert [name for name in made.asked if name in ASK] == ASK
+
+
+def test_the_present_setting_differs_from_itself() -> None:
+    """Asked for twice, for what is more than that is another setting's own."""
+    _, seen, answers = visited({ASK[2]: [texts(count=16), texts({"text": "x"}, count=16)]})
+    assert seen.differing_pct == 6.25
+    assert answers == ANSWERS
 
 
 def test_each_record_has_its_own_name() -> None:
@@ -105,7 +119,7 @@ def test_each_record_has_its_own_name() -> None:
         ({LEVELS[1]: benched()}, "16 of 128 requests were answered at 16", ANSWERS),
     ],
 )
-def test_each_failure_is_a_visit(told: Told, why: str, rest: list[str]) -> None:
+def test_each_failure_is_a_visit(told: Told, why: str, rest: list[list[str]]) -> None:
     made, seen, answers = visited(told)
 
     assert seen.failure.startswith(why)

@@ -188,6 +188,7 @@ def usual() -> dict[str, Answer | list[Answer]]:
         "ask for its arguments": answered((200, INFO)),
         "ask for a completion": texts(count=1),
         "ask for greedy answers": texts(),
+        "ask for greedy answers at 16": texts(count=16),
         "look for the benchmark": {"tool": f"module sglang.bench_serving\n{help_text}"},
         "look at the prompts": {"prompts": "sum 123 456 /p.json\nprompts 1000"},
         "load the tokenizer": {"tokenizer": "tokenizer loads"},
