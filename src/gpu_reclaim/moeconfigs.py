@@ -29,7 +29,7 @@ LARGEST_TOKENS = 1 << 20
 _BLOCKS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
 _NAME = re.compile(
     r"E=(?P<experts>[1-9][0-9]*),N=(?P<shard>[1-9][0-9]*),device_name=(?P<device>[^,/ ]+?)"
-    r"(?:,dtype=(?P<dtype>[a-z0-9_]+))?"
+    r"(?:,dtype=(?P<dtype>[a-z0-9_]+?))?"
     r"(?:,block_shape=\[(?P<block_n>[1-9][0-9]*), (?P<block_k>[1-9][0-9]*)\])?"
     r"(?P<channel>,per_channel_quant=True)?(?P<down>_down)?\.json"
 )

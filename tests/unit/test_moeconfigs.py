@@ -49,6 +49,14 @@ ROW: dict[str, int | bool] = {
             ConfigName(8, 14336, "NVIDIA_H200", "int8_w8a8", per_channel=True, down=True),
             "E=8,N=14336,device_name=NVIDIA_H200,dtype=int8_w8a8,per_channel_quant=True_down.json",
         ),
+        (
+            ConfigName(8, 14336, "NVIDIA_H200", down=True),
+            "E=8,N=14336,device_name=NVIDIA_H200_down.json",
+        ),
+        (
+            ConfigName(8, 14336, "NVIDIA_H200", "fp8_w8a8", down=True),
+            "E=8,N=14336,device_name=NVIDIA_H200,dtype=fp8_w8a8_down.json",
+        ),
     ],
 )
 def test_a_name_says_what_a_file_is_for(name: ConfigName, text: str) -> None:
