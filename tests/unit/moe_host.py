@@ -13,7 +13,6 @@ from gpu_reclaim.moeconfigs import GRID, ConfigName, Table, text_of
 from gpu_reclaim.moefinding import MoeFound, moe_preflight
 from gpu_reclaim.moescript import NEEDED, SCRIPT
 from gpu_reclaim.plans import MoeTunePlan
-from gpu_reclaim.serving import Server
 from gpu_reclaim.transport.scripted import Answer
 from gpu_reclaim.tuning import TunedSize
 from unit.scenery import Scene, Unit, scene
@@ -151,14 +150,12 @@ class MoeHost(TunedHost):
 
 
 def moe_scene(
-    told: Mapping[str, Answer | list[Answer]] | None = None, **files: str | bytes
+    told: Mapping[str, Answer | list[Answer]] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Scene:
     """A session with such a host; files are of /configs."""
     own = {name: list(x) if isinstance(x, list) else x for name, x in (told or {}).items()}
-    held = {
-        f"/configs/{name}": text.encode() if isinstance(text, str) else text
-        for name, text in files.items()
-    }
+    held = {f"/configs/{name}": text.encode() for name, text in (files or {}).items()}
     host = MoeHost(told=moe_usual() | own, files=held, units={UNIT: Unit()})
     return scene(host, units=["sglang"])
 
@@ -166,11 +163,11 @@ def moe_scene(
 def moe_found(
     told: Mapping[str, Answer | list[Answer]] | None = None,
     plan: MoeTunePlan = PLAN,
-    server: Server = SERVED,
+    *,
     gpus: Sequence[int] = (),
-    **files: str | bytes,
+    files: Mapping[str, str] | None = None,
 ) -> MoeFound:
-    return moe_preflight(moe_scene(told, **files).session, server, plan, gpus)
+    return moe_preflight(moe_scene(told, files).session, SERVED, plan, gpus)
 
 
 def file_of(table: Table = GOOD) -> str:

@@ -349,7 +349,7 @@ BY_NAME: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_candidate(name: str) -> None:
     text, why = BY_NAME[name]
-    seen = moe_found(plan=plan(candidates=[f"/configs/{name}"]), **{name: text})
+    seen = moe_found(plan=plan(candidates=[f"/configs/{name}"]), files={name: text})
 
     assert list(seen.candidates) == ([] if why else [name])
     assert why in seen.refused.get(name, "")
@@ -365,7 +365,7 @@ def test_a_candidate_that_is_not_there() -> None:
 def test_a_candidate_whose_k_steps_over_a_quantized_block() -> None:
     told = {LOG: logged(without_file(BLOCKS)), SHAPE_OF: shape_answer(block_shape=[128, 128])}
     text = file_of({1: {**ROW, "BLOCK_SIZE_K": 256}})
-    seen = moe_found(told, plan(candidates=["/configs/wide.json"]), **{"wide.json": text})
+    seen = moe_found(told, plan(candidates=["/configs/wide.json"]), files={"wide.json": text})
 
     assert "has BLOCK_SIZE_K = 256 at 1, and quantized blocks of 128" in seen.refused["wide.json"]
 
@@ -378,7 +378,7 @@ def test_each_candidate_has_a_name_of_its_own() -> None:
     files = {name: file_of() for name in ("a.json", "x/a.json", "present", "tuned")}
     files["y/a.json"] = "no"
     paths = [f"/configs/{name}" for name in files]
-    seen = moe_found(plan=plan(candidates=paths), **files)
+    seen = moe_found(plan=plan(candidates=paths), files=files)
 
     assert list(seen.candidates) == [
         *("a.json", "/configs/x/a.json", "/configs/present", "/configs/tuned"),
@@ -388,7 +388,9 @@ def test_each_candidate_has_a_name_of_its_own() -> None:
 
 def test_a_candidate_that_is_far_too_long() -> None:
     with pytest.raises(BadInput, match=r"/configs/long\.json is too long"):
-        moe_found(plan=plan(candidates=["/configs/long.json"]), **{"long.json": " " * (1 << 19)})
+        moe_found(
+            plan=plan(candidates=["/configs/long.json"]), files={"long.json": " " * (1 << 19)}
+        )
 
 
 # What is gone on with.
