@@ -13,7 +13,7 @@ from gpu_reclaim.course import GO_ON, RECLAIM_S, SEE_WHY, Tuning, error_words
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.moefinding import PRESENT, MoeFound
 from gpu_reclaim.moepreflight import MoePreflight, moe_trials
-from gpu_reclaim.moestage import OUTSIDE, Window
+from gpu_reclaim.moestage import KERNEL_LIMIT_S, OUTSIDE, Window
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.tuning import KernelTime, TunedSize, TuningOutcome, TuningReport
 
@@ -56,7 +56,7 @@ class MoeTuning:
 
         One that failed is not tried again, unless its time was over and there is more now.
         """
-        if not self.plan.tune or self.plan.mode != "tune":
+        if not self.plan.tune or self.plan.mode == "kernels":
             return []
         done = {x.tokens for x in self.sizes if x.row or not self._more_time(x)}
         return [tokens for tokens in self.moe.sizes if tokens not in done]
@@ -89,7 +89,8 @@ class MoeTuning:
         """When the stage must stop, so that the service is back in time."""
         most = self.plan.window_minutes * 60 - self.moe.found.start_s - RECLAIM_S
         until = self._began + most if self.plan.window_minutes else math.inf
-        return Window(time.monotonic, until, self.size_s)
+        one_s = KERNEL_LIMIT_S if self.plan.mode == "kernels" else self.size_s
+        return Window(time.monotonic, until, one_s)
 
     @property
     def before(self) -> MoePreflight:
@@ -137,6 +138,9 @@ class MoeTuning:
         arms = list(dict.fromkeys(x.arm for x in self.kernels))
         words = [_compared(self.kernels, arm) for arm in arms if arm != PRESENT]
         said = " ".join(words) or "Only the configs in use were timed."
+        most = len(self.before.arms) * len(self.moe.sizes)
+        if len(self.kernels) < most:
+            said = f"The window was over after {len(self.kernels)} of {most} kernels. {said}"
         return self._report("measured", f"{said} Nothing was changed.")
 
     def told(self, report: TuningReport) -> TuningReport:
