@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
+from gpu_reclaim import tasks
+from gpu_reclaim.flows import exclusive, moe, reclaim_gpus, trials
+from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
 from gpu_reclaim.session import Session
+from gpu_reclaim.tasks import artifacts, restoring, stage
 from gpu_reclaim.tasks import host as host_tasks
-from gpu_reclaim.tasks import restoring, stage
 from prefect_layer.pretend_host import PretendHost, serving
 
 
@@ -42,6 +46,23 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendHost:
     host = serving()
     put_behind_every_name(host, monkeypatch)
     return host
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs are freed without runs and pages of its own, which take seconds each time."""
+
+    reclaiming = sys.modules[reclaim_gpus.__module__]
+    for verb in set(tasks.__all__) & set(vars(reclaiming)):
+        monkeypatch.setattr(reclaiming, verb, getattr(tasks, verb).fn)
+
+    def free_them(host: str, policy: ReclaimPolicy) -> ReclaimReport:
+        with monkeypatch.context() as quiet:
+            quiet.setattr(artifacts, "write", lambda _: None)
+            return reclaim_gpus.fn(host, policy)
+
+    for module in (exclusive, moe, trials):
+        monkeypatch.setattr(module, "reclaim_gpus", free_them)
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ class PretendServer(PretendHost):
                 for word, file in pairs
                 for line in self.book.get(f"{place}/{file}", "").split("\n")
             )
-        text = _token(body.partition("printf '%s' ")[2])
+        text = token(body.partition("printf '%s' ")[2])
         sign, name = re.findall(r"(>+)(\S+) && echo written yes$", body)[0]
         path = f"{place}/{name}"
         self.book[path] = (self.book.get(path, "") if sign == ">>" else "") + text
@@ -215,7 +215,7 @@ def _values(flags: str) -> dict[str, str]:
     return dict(pairwise(words))
 
 
-def _token(text: str) -> str:
+def token(text: str) -> str:
     """The first shell word of a text."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -226,7 +226,7 @@ def _texts(body: str) -> Sequence[str]:
     """UNIT and TEXT of a script of a trial."""
     _, _, rest = body.partition("\nUNIT=")
     unit, _, text = rest.partition(" TEXT=")
-    return unit, _token(text)
+    return unit, token(text)
 
 
 def intruder() -> Holder:

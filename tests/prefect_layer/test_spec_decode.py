@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +14,15 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.utilities.callables import parameter_schema
 
 from gpu_reclaim import serving as serving_module
-from gpu_reclaim import tasks, trial
+from gpu_reclaim import trial
 from gpu_reclaim.blocks import GpuHost, LlmServer
 from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import BadInput, HoldLost, Intruded, NotInForce
-from gpu_reclaim.flows import exclusive, reclaim_gpus, spec_decode, spec_decode_retune
-from gpu_reclaim.models import ReclaimPolicy, ReclaimReport
+from gpu_reclaim.flows import spec_decode_retune
+from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
-from gpu_reclaim.tasks import artifacts, slots
 from gpu_reclaim.tasks import host as host_tasks
+from gpu_reclaim.tasks import slots
 from gpu_reclaim.tuning import TuningReport
 from prefect_layer.conftest import put_behind_every_name
 from prefect_layer.pretend_server import (
@@ -78,23 +77,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendServer:
     made.host._block_document_name = "pretend"
     monkeypatch.setattr(host_tasks, "load_llm", {"llm": made}.__getitem__)
     return host
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPUs are freed without runs and pages of its own, which take seconds each time."""
-
-    reclaiming = sys.modules[reclaim_gpus.__module__]
-    for verb in set(tasks.__all__) & set(vars(reclaiming)):
-        monkeypatch.setattr(reclaiming, verb, getattr(tasks, verb).fn)
-
-    def free_them(host: str, policy: ReclaimPolicy) -> ReclaimReport:
-        with monkeypatch.context() as quiet:
-            quiet.setattr(artifacts, "write", lambda _: None)
-            return reclaim_gpus.fn(host, policy)
-
-    for module in (exclusive, spec_decode):
-        monkeypatch.setattr(module, "reclaim_gpus", free_them)
 
 
 def plan(*numbers: int, **changes: Any) -> SpecDecodePlan:
