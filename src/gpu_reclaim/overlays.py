@@ -23,6 +23,8 @@ FOLDER = "gpu-reclaim-moe"
 _BUILD = r"""
 umask 022
 [ ! -e "$TARGET" ] || { echo 'built yes'; exit 0; }
+# Without all that the server finds now it would be no copy.
+[ -d "$BASE/configs" ] || exit 1
 new="$TARGET.new"
 rm -rf "$new" && mkdir -p "$new/configs" || exit 1
 for folder in "$BASE"/configs/triton_*; do
