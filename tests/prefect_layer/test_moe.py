@@ -23,11 +23,12 @@ from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.tasks import host as host_tasks
 from gpu_reclaim.tuning import TuningReport
 from prefect_layer.conftest import put_behind_every_name
-from prefect_layer.pretend_moe import OVERLAYS, PACKAGE, PretendMoe, moe_tunable
+from prefect_layer.pretend_moe import OVERLAYS, PretendMoe, moe_tunable
 from prefect_layer.pretend_server import SECRET
 from prefect_layer.test_exclusive import BACK, PROVE, QUICK, STOP, TAKE, slot_is_free
 from prefect_layer.test_reclaim_flow import artifacts_of, task_runs_of
 from prefect_layer.test_spec_decode import at, raising
+from unit.moe_host import PACKAGE
 from unit.values import said
 
 DROP_IN = "/etc/systemd/system/sglang.service.d/zz-gpu-reclaim-moe.conf"
