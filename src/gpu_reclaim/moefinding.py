@@ -10,19 +10,10 @@ from gpu_reclaim import logbook, moespace, overlays
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.finding import Found, check_place, find, number, read_unit, running_requests, text
 from gpu_reclaim.lease import MOE_FILE
+from gpu_reclaim.moechecks import asked_for, devices_for, environment, script_facts, wanted
 from gpu_reclaim.moeconfigs import GRID, ConfigName, Row, Table, chosen, parse_table
 from gpu_reclaim.moelog import Lookup
-from gpu_reclaim.moelooks import (
-    Device,
-    Environment,
-    read_defaults,
-    read_devices,
-    read_environment,
-    read_facts,
-    read_lookups,
-    read_shape,
-    read_tables,
-)
+from gpu_reclaim.moelooks import Device, Environment, read_defaults, read_shape, read_tables
 from gpu_reclaim.moescript import Facts
 from gpu_reclaim.moespace import SPACE, Shape
 from gpu_reclaim.plans import MoeTunePlan
@@ -134,18 +125,18 @@ def moe_preflight(
     unit = read_unit(session, server.unit)
     if plan.mode == "tune" and plan.apply == "if_better":
         check_place(session, unit, MOE_FILE, lasting=plan.persist)
-    env = _environment(session, server)
-    seen = _lookups(session, found)
-    facts = _facts(session, found)
+    env = environment(session, server)
+    seen = asked_for(session, found)
+    facts = script_facts(session, found)
     shape = read_shape(session, server, model_of(found), info, env)
     if isinstance(shape, str):
         raise BadInput(
             f"{session.host}: the tuning script cannot make out the model: {shape}",
             remedy="see whether a newer checkout knows it; its version must be the package's",
         )
-    mine = _wanted(session, seen, shape, facts)
+    mine = wanted(session, seen, shape, facts)
     name, triton = mine[0].name, mine[0].triton
-    devices = _devices(session, name, gpus)
+    devices = devices_for(session, name, gpus)
     rows = _space(plan, facts, name, devices[0])
     before = _before(session, found, mine[0], shape, capability=devices[0].capability, env=env)
     candidates, refused = _candidates(session, plan, name)
@@ -179,118 +170,6 @@ def moe_preflight(
 def model_of(found: Found) -> str:
     """The model's folder or name, as the server has it."""
     return text(found.info.get("model_path")) or found.model
-
-
-def _environment(session: Session, server: Server) -> Environment:
-    env = read_environment(session, server.unit)
-    if env.folder and not env.of_unit:
-        raise BadInput(
-            f"{session.host}: SGLANG_MOE_CONFIG_DIR of {server.unit} is set outside of its unit, "
-            "where a drop-in cannot change it",
-            remedy="move it from the environment file or the command line into an Environment= of "
-            "the unit, and restart it",
-        )
-    return env
-
-
-def _lookups(session: Session, found: Found) -> list[Lookup]:
-    """What the server says of its configs; nothing: it would use none."""
-    info, unit = found.info, found.server.unit
-    if info.get("enable_deterministic_inference"):
-        raise BadInput(
-            f"{session.host}: {unit} runs with deterministic inference, which reads no configs",
-            remedy="there is nothing to tune while it does",
-        )
-    runner = text(info.get("moe_runner_backend"))
-    if runner not in ("", "auto", "triton"):
-        raise BadInput(
-            f"{session.host}: {unit} runs its experts by {runner}, which reads no Triton configs; "
-            "tuning would change nothing",
-            remedy="--moe-runner-backend triton is what the tuning is for",
-        )
-    seen = [x for x in read_lookups(session, unit) if not x.name.down]
-    if not seen:
-        raise BadInput(
-            f"{session.host}: the journal of {unit} has no line on MoE kernel configs, so it does "
-            f"not seem to use the Triton kernel (moe_runner_backend is {runner or 'unknown'})",
-            remedy="if its log goes elsewhere, or --log-level is above info, or the journal was "
-            "cleaned since its start, correct that and restart it; else tuning changes nothing",
-        )
-    return seen
-
-
-def _facts(session: Session, found: Found) -> Facts:
-    server, host = found.server, session.host
-    if not server.sglang_source:
-        raise BadInput(
-            f"{host}: no checkout with SGLang's tuning script is named",
-            remedy="clone the release that is installed there, and set sglang_source in the "
-            "LlmServer block",
-        )
-    facts = read_facts(session, server)
-    if not facts.found:
-        raise BadInput(
-            f"{host}: {server.sglang_source} has no tuning script for the fused MoE kernel",
-            remedy="it is in SGLang's repository, not in its package: name a checkout",
-        )
-    if facts.skewed:
-        raise BadInput(
-            f"{host}: {facts.skewed}",
-            remedy="check out the release that is installed: what one makes the other cannot read",
-        )
-    if facts.missing:
-        said = facts.said or "its --help does not name them"
-        raise BadInput(
-            f"{host}: the tuning script lacks {', '.join(facts.missing)}: {said}",
-            remedy="see what its --help says there",
-        )
-    running = text(found.info.get("version"))
-    if running and facts.sglang and running != facts.sglang:
-        raise BadInput(
-            f"{host}: the server runs SGLang {running}, and its interpreter has {facts.sglang} now",
-            remedy="restart the server first, so that it is the one that is tuned for",
-        )
-    return facts
-
-
-def _wanted(session: Session, seen: list[Lookup], shape: Shape, facts: Facts) -> list[Lookup]:
-    """The lookups of the file that the script would make."""
-    made = (shape.experts, shape.shard, shape.block_shape)
-    mine = [x for x in seen if (x.name.experts, x.name.shard, x.name.block_shape) == made]
-    names = sorted({str(x.name) for x in (mine or seen)})
-    if not mine:
-        raise BadInput(
-            f"{session.host}: the server asks for {' and '.join(names)}; the script would make a "
-            f"file for E={shape.experts},N={shape.shard}, block shape {shape.block_shape}, which "
-            "it would never read",
-            remedy="the checkout's common_utils.py does not know this model as the server does: "
-            "try the one of another release of the same version",
-        )
-    if len(names) > 1 or len({x.wanted for x in mine}) > 1:
-        raise BadInput(
-            f"{session.host}: the server asks for several files of that shape: {', '.join(names)}",
-            remedy="they differ by GPU, number format or folder; this cannot be tuned here",
-        )
-    if facts.triton and facts.triton != mine[0].triton:
-        raise BadInput(
-            f"{session.host}: the server runs with Triton {mine[0].triton}, and its interpreter "
-            f"has {facts.triton} now",
-            remedy="restart the server first; a config is for one Triton",
-        )
-    return mine
-
-
-def _devices(session: Session, name: ConfigName, gpus: Sequence[int]) -> list[Device]:
-    devices = [x for x in read_devices(session) if not gpus or x.index in gpus]
-    mine = [device for device in devices if device.name == name.device]
-    if not mine:
-        found = ", ".join(sorted({device.name for device in devices})) or "none"
-        raise BadInput(
-            f"{session.host}: the server asks for a file for {name.device}, and the GPUs are "
-            f"{found}",
-            remedy="a config for one GPU does not serve another",
-        )
-    return mine
 
 
 def _space(plan: MoeTunePlan, facts: Facts, name: ConfigName, device: Device) -> list[Row]:
