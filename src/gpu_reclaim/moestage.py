@@ -13,7 +13,7 @@ from gpu_reclaim.benching import OFFLINE
 from gpu_reclaim.commands import PATHS, Script, printable
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.jobs import Job
-from gpu_reclaim.moeconfigs import ConfigName, parse_table
+from gpu_reclaim.moeconfigs import parse_table
 from gpu_reclaim.moefinding import MoeFound
 from gpu_reclaim.moelooks import ranks
 from gpu_reclaim.overlays import VARIABLE
@@ -200,7 +200,13 @@ class _Lines:
         now = self.session.clock()
         if now - self.said.get(job.name, -SAY_S) >= SAY_S:
             self.said[job.name] = now
-            log.info("%s: %s: %s", self.session.host, job.name, last_line(text))
+            line = last_line(_blotted(self.moe, text))
+            log.info("%s: %s: %s", self.session.host, job.name, line)
+
+
+def _blotted(moe: MoeFound, text: str) -> str:
+    """What a script said, without secrets."""
+    return without([text], [moe.found.server.api_key])
 
 
 def last_line(text: str) -> str:
@@ -218,11 +224,11 @@ def _size(session: Session, moe: MoeFound, tokens: int, done: Done) -> TunedSize
         gpu=done.gpu,
         at=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
     )
-    row = _row(session, moe.name, tokens, done)
+    row = _row(session, moe, tokens, done)
     if isinstance(row, str):
         log.warning("%s: batch size %d: %s", session.host, tokens, row)
-        words = without(done.text.split("\n"), [moe.found.server.api_key])
-        lines = [printable(line, limit=400) for line in words.split("\n") if line.strip()]
+        words = _blotted(moe, done.text).split("\n")
+        lines = [printable(line, limit=400) for line in words if line.strip()]
         detail = "\n".join(lines[-SAID_LINES:])
         return size.model_copy(update={"failure": row, "detail": detail})
     log.info("%s: batch size %d: %s", session.host, tokens, row)
@@ -230,14 +236,14 @@ def _size(session: Session, moe: MoeFound, tokens: int, done: Done) -> TunedSize
 
 
 def _row(
-    session: Session, name: ConfigName, tokens: int, done: Done
+    session: Session, moe: MoeFound, tokens: int, done: Done
 ) -> Mapping[str, int | bool] | str:
     """What the script found; or, as one sentence, why that cannot be used."""
-    code, limit = done.state.code, done.job.limit_s
+    name, code = moe.name, done.state.code
     if code is None:
         return OUTSIDE
     if code != 0:
-        return moeoutput.failure(code, done.text, limit)
+        return moeoutput.failure(code, _blotted(moe, done.text), done.job.limit_s)
     if str(name) not in done.state.files:
         others = [file for file in done.state.files if file != SPACE_FILE]
         wrote = f"it wrote {printable(', '.join(others), limit=300)}" if others else "it wrote none"
@@ -283,8 +289,7 @@ def time_kernels(
         may_start=lambda _: window.fits,
         over=lambda: window.over,
     ):
-        arm, tokens = by_name[done.job.name]
-        yield _kernel(session, arm, tokens, done)
+        yield _kernel(session, moe, by_name[done.job.name], done)
 
 
 def _timing(session: Session, moe: MoeFound, name: str, tokens: int, overlay: str) -> Job:
@@ -296,7 +301,8 @@ def _timing(session: Session, moe: MoeFound, name: str, tokens: int, overlay: st
     return Job(name=name, folder=folder, argv=argv, env=env, limit_s=KERNEL_LIMIT_S)
 
 
-def _kernel(session: Session, arm: str, tokens: int, done: Done) -> KernelTime:
+def _kernel(session: Session, moe: MoeFound, what: tuple[str, int], done: Done) -> KernelTime:
+    arm, tokens = what
     us = moeoutput.parse_log(done.text).kernel_us.get(tokens)
     if done.state.code == 0 and us is not None:
         log.info("%s: %s at %d tokens: %.1f us", session.host, arm, tokens, us)
@@ -304,6 +310,6 @@ def _kernel(session: Session, arm: str, tokens: int, done: Done) -> KernelTime:
     code = done.state.code
     why = OUTSIDE if code is None else "it told no time"
     if code:
-        why = moeoutput.failure(code, done.text, done.job.limit_s)
+        why = moeoutput.failure(code, _blotted(moe, done.text), done.job.limit_s)
     log.warning("%s: %s at %d tokens: %s", session.host, arm, tokens, why)
     return KernelTime(arm=arm, tokens=tokens, failure=why)
