@@ -21,7 +21,7 @@ from gpu_reclaim.tasks.moe import (
 )
 from gpu_reclaim.tasks.moe_pages import KIND, show_moe_plan
 from gpu_reclaim.tasks.restoring import put_back_after
-from gpu_reclaim.tasks.tuning import prove_in_force, read_logbook
+from gpu_reclaim.tasks.tuning import check_unedited, prove_in_force, read_logbook
 from gpu_reclaim.tasks.tuning_pages import show_tuning
 from gpu_reclaim.tuning import TuningReport
 
@@ -85,30 +85,33 @@ def moe_autotune(
 
 
 def _timed(work: MoeTuning) -> TuningReport:
+    work.check_window()
     before = work.before
     with exclusive_gpus(work.host, work.policy, server=work.server):
         make_overlays(work.host, before)
         work.kernels = time_kernels(work.host, work, before)
-    tidy_overlays(work.host, before, before.current)
+        tidy_overlays(work.host, before, before.current)
     return work.measured()
 
 
 def _tuned(work: MoeTuning) -> TuningReport:
     """Enter the host only where something is left to do there."""
+    work.check_window()
     tuning, not_kept = work.trials(), ""
     if not work.plan.fresh and not work.missing:
         tuning.resume(*read_logbook(work.host, tuning.before))
     if work.missing or (len(tuning.arms) > 1 and tuning.unfinished):
         with exclusive_gpus(work.host, work.policy, server=work.server):
             if work.missing:
+                check_unedited(work.host, tuning.before)
                 tune_sizes(work.host, work)
                 reclaim_gpus(work.host, work.policy)
             tuning = work.tried = work.trials()
             if not work.missing and len(tuning.arms) > 1:
                 make_overlays(work.host, work.before)
                 not_kept = run_trials(tuning, KIND)
+            tidy_overlays(work.host, work.before, tuning.in_force)
     proof = prove_in_force(work.host, tuning.before, tuning.in_force)
-    tidy_overlays(work.host, work.before, tuning.in_force)
     if work.missing:
         return work.cut()
     if len(tuning.arms) == 1:

@@ -6,6 +6,7 @@ from gpu_reclaim.course import Tuning
 from gpu_reclaim.flows.reclaim import reclaim_gpus
 from gpu_reclaim.tasks.tuning import (
     apply_setting,
+    check_unedited,
     close_trial,
     measure_setting,
     read_logbook,
@@ -25,11 +26,13 @@ def run_trials(tuning: Tuning, kind: str = "spec-decode") -> str:
         Why a winner is not kept although it should be; empty when it is, or there is none.
 
     Raises:
+        BadInput: The unit was changed since it was looked at; nothing was tried.
         HoldLost: The host is not ours any more.
         GpusNotReclaimed: The GPUs could not be freed between two trials.
         TransportError: The host could not be reached.
     """
     plan, host = tuning.plan, tuning.host
+    check_unedited(host, tuning.before)
     if not plan.fresh:
         # A run that was waited for may have gone on with it.
         tuning.resume(*read_logbook(host, tuning.before))

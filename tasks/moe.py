@@ -10,7 +10,8 @@ from gpu_reclaim.commands import Script
 from gpu_reclaim.errors import CommandFailed
 from gpu_reclaim.jobs import Job
 from gpu_reclaim.moecourse import MoeTuning
-from gpu_reclaim.moefinding import PRESENT, MoeFound, moe_preflight
+from gpu_reclaim.moefinding import moe_preflight
+from gpu_reclaim.moefound import PRESENT, MoeFound
 from gpu_reclaim.moepreflight import MoePreflight, overlay_script
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.tasks.host import load_server, open_host, ops_task
@@ -40,6 +41,8 @@ def look_before_moe(host: str, server: str, plan: MoeTunePlan, gpus: Sequence[in
 def read_sizes(host: str, moe: MoeFound) -> list[TunedSize]:
     """The batch sizes that earlier runs have tuned for the very same kernel.
 
+    Also those whose script ended well after its run was gone.
+
     Args:
         host: Name of the GpuHost block.
         moe: From `look_before_moe`.
@@ -48,7 +51,10 @@ def read_sizes(host: str, moe: MoeFound) -> list[TunedSize]:
         TransportError: The host could not be reached.
     """
     with open_host(host) as session:
-        return logbook.read_sizes(session, moe.place)
+        known = logbook.read_sizes(session, moe.place)
+        left = [size for size in moe.sizes if size not in {x.tokens for x in known if x.row}]
+        late = moestage.harvest(session, moe, left)
+        return [x for x in known if x.tokens not in {y.tokens for y in late}] + late
 
 
 @ops_task("tune_sizes")

@@ -47,6 +47,7 @@ def _facts(work: MoeTuning) -> list[str]:
     moe, first = work.moe, work.moe.lookups[0]
     uses = first.used or "no file, but its own default"
     version = moe.facts.source_version or "unknown"
+    version += "" if moe.facts.exact else " with commits after it"
     return [
         f"The server asks for {moe.name} for Triton {moe.triton}, and uses {uses}",
         f"Checkout: SGLang {version}; package: {moe.facts.sglang or 'unknown'}",

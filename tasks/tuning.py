@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from gpu_reclaim import hold, logbook, trial, visiting
-from gpu_reclaim.errors import NotInForce
+from gpu_reclaim.errors import BadInput, NotInForce
+from gpu_reclaim.finding import read_unit
 from gpu_reclaim.plans import SpecDecodePlan, TrialPlan
 from gpu_reclaim.preflight import Preflight
 from gpu_reclaim.serving import wait_healthy
@@ -47,6 +48,27 @@ def read_logbook(host: str, before: Preflight) -> tuple[list[Visit], list[list[s
     """
     with open_host(host) as session:
         return logbook.read(session, before.place)
+
+
+@ops_task("check_unedited")
+def check_unedited(host: str, before: Preflight) -> None:
+    """Look whether the unit is still as it was looked at: another run may have been waited for.
+
+    Args:
+        host: Name of the GpuHost block; it is held.
+        before: What was looked at.
+
+    Raises:
+        BadInput: It is not; nothing was tried.
+        TransportError: The host could not be reached.
+    """
+    unit = before.server.unit
+    with open_host(host) as session:
+        if read_unit(session, unit).print != before.files:
+            raise BadInput(
+                f"{host}: {unit} was changed since it was looked at, perhaps by another tuning",
+                remedy="run it again, so that it goes by the unit as it is now",
+            )
 
 
 @ops_task("set_aside_logbook")
@@ -175,7 +197,7 @@ def prove_in_force(host: str, before: Preflight, arm: str) -> str:
             remedy=_advice(before),
         )
     same = "all as before" if arm == before.current else f"with {arm}"
-    return f"/server_info says so: {before.server.unit} serves {same}"
+    return f"{before.proof} says so: {before.server.unit} serves {same}"
 
 
 def _advice(before: Preflight) -> str:

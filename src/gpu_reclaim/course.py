@@ -21,7 +21,10 @@ memory that settles."""
 
 GO_ON = "run it again: what was measured is on record, and it goes on from there"
 
-SEE_WHY = "see its failures below and the folder with the benchmark's records; then run it again"
+SEE_WHY = (
+    "see its failures below and the folder with the records; then run it again, with fresh = true "
+    "where a failure on record would be taken for the last word"
+)
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Tuning:
         resumed: So many visits are an earlier run's.
         applied: The winner's drop-in is in place.
         began: When, in seconds, by a clock that never goes back.
+        reserve_s: So long before its time is over the last visit must end, in seconds.
     """
 
     server: str
@@ -51,6 +55,7 @@ class Tuning:
     resumed: int = 0
     applied: bool = False
     began: float = field(default_factory=time.monotonic)
+    reserve_s: float = 0
 
     @property
     def arms(self) -> list[str]:
@@ -61,7 +66,7 @@ class Tuning:
     def turn(self) -> tuple[str, int] | None:
         """What to measure next; None when it is decided, or its time is over."""
         most = self.plan.limit_minutes or math.inf
-        in_time = self._minutes + self.visit_s / 60 <= most
+        in_time = self._minutes + (self.visit_s + self.reserve_s) / 60 <= most
         return next_visit(self.arms, self.visits, self.plan) if in_time else None
 
     @property

@@ -79,6 +79,11 @@ def find(session: Session, server: Server, plan: TrialPlan) -> Found:
     """
     gpus, server = _gpus(session), _by_its_own_name(session, server)
     info = _serving(session, server)
+    if number(info.get("nnodes")) > 1:
+        raise BadInput(
+            f"{session.host}: {server.unit} is a part of a server on several hosts",
+            remedy="only a server on one host can be tuned here",
+        )
     model = server.model_path or text(info.get("tokenizer_path")) or text(info.get("model_path"))
     if not model:
         raise BadInput(

@@ -43,7 +43,7 @@ try:
         "shard": int(found["shard_intermediate_size"]) // 2,
         "hidden": int(found["hidden_size"]),
         "topk": int(found["topk"]),
-        "block_shape": list(block) if block else None,
+        "block_shape": list(block) if block and all(block) else None,
         "dtype": str(found.get("dtype", "")),
         "architecture": str(found.get("architecture", "")),
     }))

@@ -15,11 +15,15 @@ from gpu_reclaim.moelooks import (
     read_environment,
     read_facts,
     read_lookups,
+    sees_the_same,
 )
 from gpu_reclaim.moescript import Facts
 from gpu_reclaim.moespace import Shape
 from gpu_reclaim.serving import Server
 from gpu_reclaim.session import Session
+
+QUIET = ("warning", "error", "critical")
+"""Log levels at which SGLang does not tell of a file that it uses."""
 
 
 def environment(session: Session, server: Server) -> Environment:
@@ -60,6 +64,13 @@ def asked_for(session: Session, found: Found) -> list[Lookup]:
             "tuning would change nothing",
             remedy="--moe-runner-backend triton is what the tuning is for",
         )
+    level = text(info.get("log_level"))
+    if level in QUIET:
+        raise BadInput(
+            f"{session.host}: {unit} runs with --log-level {level}, so it does not say which "
+            "configs it uses, and nothing could be proven",
+            remedy="let it log at info, and restart it",
+        )
     seen = [x for x in read_lookups(session, unit) if not x.name.down]
     if not seen:
         raise BadInput(
@@ -69,6 +80,30 @@ def asked_for(session: Session, found: Found) -> list[Lookup]:
             "cleaned since its start, correct that and restart it; else tuning changes nothing",
         )
     return seen
+
+
+def check_folder(
+    session: Session, lookup: Lookup, facts: Facts, env: Environment, *, unit: str
+) -> None:
+    """Refuse where a drop-in would not lead the server to a folder of ours.
+
+    Raises:
+        BadInput: Somebody else chooses its folder, or it sees other files than we do.
+        TransportError: As `Transport.run`.
+    """
+    own = facts.configs.rpartition("/")[0]
+    if own and lookup.folder not in (own, env.folder.rstrip("/")):
+        raise BadInput(
+            f"{session.host}: {unit} looks for configs in {lookup.folder}, which is neither its "
+            f"package's folder ({own}) nor one that its unit names",
+            remedy="take SGLANG_MOE_CONFIG_DIR out of the script that starts it",
+        )
+    others = sees_the_same(session, unit, [f"{lookup.folder}/configs", session.places.lib])
+    if others:
+        raise BadInput(
+            f"{session.host}: {unit} does not see {' and '.join(others)} as the host does",
+            remedy="a server in a container, or with a root of its own, cannot be tuned here",
+        )
 
 
 def script_facts(session: Session, found: Found) -> Facts:
@@ -117,7 +152,9 @@ def wanted(session: Session, seen: list[Lookup], shape: Shape, facts: Facts) -> 
     Raises:
         BadInput: The server does not ask for it.
     """
-    made = (shape.experts, shape.shard, shape.block_shape)
+    # As SGLang does it: a block shape with a zero is none in a file's name.
+    block = shape.block_shape if shape.block_shape and all(shape.block_shape) else None
+    made = (shape.experts, shape.shard, block)
     mine = [x for x in seen if (x.name.experts, x.name.shard, x.name.block_shape) == made]
     names = sorted({str(x.name) for x in (mine or seen)})
     if not mine:

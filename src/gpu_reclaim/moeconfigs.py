@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,26 @@ def parse_table(text: str, name: ConfigName) -> dict[int, dict[str, int | bool]]
     if not isinstance(found, dict) or not found:
         raise _wrong(name, "has no rows")
     return {_tokens(key, name): _row(key, row, name) for key, row in found.items()}
+
+
+def usable_rows(text: str, name: ConfigName) -> dict[int, dict[str, int | bool]]:
+    """The rows of a file that a server uses already, without those that its kernel cannot run.
+
+    SGLang itself ships a file with such a row (0.5.9, `triton_3_5_1`, E=512,N=256, H100).
+
+    Raises:
+        BadInput: There is none left.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return parse_table(text, name)
+    rows = found.items() if isinstance(found, dict) else ()
+    good: dict[int, dict[str, int | bool]] = {}
+    for key, row in rows:
+        with suppress(BadInput):
+            good |= parse_table(json.dumps({key: row}), name)
+    return good or parse_table(text, name)
 
 
 def text_of(table: Table) -> str:

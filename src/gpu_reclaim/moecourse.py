@@ -10,10 +10,12 @@ from statistics import fmean, median
 
 from gpu_reclaim import moespace
 from gpu_reclaim.course import GO_ON, RECLAIM_S, SEE_WHY, Tuning, error_words
+from gpu_reclaim.errors import BadInput
 from gpu_reclaim.models import ReclaimPolicy
-from gpu_reclaim.moefinding import PRESENT, MoeFound
+from gpu_reclaim.moefound import PRESENT, MoeFound
+from gpu_reclaim.moejobs import KERNEL_LIMIT_S
 from gpu_reclaim.moepreflight import MoePreflight, moe_trials
-from gpu_reclaim.moestage import KERNEL_LIMIT_S, OUTSIDE, Window
+from gpu_reclaim.moestage import Window
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.tuning import KernelTime, TunedSize, TuningOutcome, TuningReport
 
@@ -54,7 +56,7 @@ class MoeTuning:
     def missing(self) -> list[int]:
         """Batch sizes that are still to be tuned.
 
-        One that failed is not tried again, unless its time was over and there is more now.
+        One that failed as it would again is not, unless its time was over and there is more now.
         """
         if not self.plan.tune or self.plan.mode == "kernels":
             return []
@@ -65,8 +67,8 @@ class MoeTuning:
         return size.seconds >= size.limit_s > 0 and self.limit_s > size.limit_s
 
     def known(self, sizes: Sequence[TunedSize]) -> list[TunedSize]:
-        """What counts of an earlier run's sizes: not those that somebody else ended."""
-        return [size for size in sizes if size.failure != OUTSIDE]
+        """What counts of an earlier run's sizes: not failures that may have been by chance."""
+        return [size for size in sizes if size.row or size.final]
 
     def add(self, size: TunedSize) -> None:
         """Take in the last word on a batch size."""
@@ -92,6 +94,21 @@ class MoeTuning:
         one_s = KERNEL_LIMIT_S if self.plan.mode == "kernels" else self.size_s
         return Window(time.monotonic, until, one_s)
 
+    def check_window(self) -> None:
+        """Refuse a window in which not even one batch size, or kernel, can be done.
+
+        Raises:
+            BadInput: It is too short.
+        """
+        window = self.window()
+        if (self.missing or self.plan.mode == "kernels") and not window.fits:
+            least = (window.size_s + self.moe.found.start_s + RECLAIM_S) / 60
+            raise BadInput(
+                f"{self.server}: a window of {self.plan.window_minutes:g} min is too short: one "
+                f"batch size and the server's start are expected to take {least:.0f} min",
+                remedy="give a longer window_minutes, or fewer rows (full_space = false)",
+            )
+
     @property
     def before(self) -> MoePreflight:
         """The arms: what is tuned so far, and the candidates."""
@@ -100,7 +117,13 @@ class MoeTuning:
     def trials(self) -> Tuning:
         """The trials of those."""
         return Tuning(
-            self.server, self.host, self.plan, self.policy, self.before, began=self._began
+            self.server,
+            self.host,
+            self.plan,
+            self.policy,
+            self.before,
+            began=self._began,
+            reserve_s=self.moe.found.start_s + RECLAIM_S,
         )
 
     @property
@@ -129,7 +152,9 @@ class MoeTuning:
         """The report where there is nothing to try."""
         failed = [f"{x.tokens}: {x.failure}" for x in self.sizes if x.failure]
         said = "There is nothing to try beside the configs in use: they are what was found."
-        if failed:
+        if self.moe.refused and not failed:
+            said = "None of the candidates can be tried, nothing was changed."
+        if failed and self.plan.tune:
             said = f"No batch size could be tuned, nothing was changed. {'; '.join(failed)}."
         return self._report("unfinished" if failed else "kept", said, remedy=SEE_WHY * bool(failed))
 

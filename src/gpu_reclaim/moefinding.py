@@ -2,106 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gpu_reclaim import logbook, moespace, overlays
 from gpu_reclaim.errors import BadInput
-from gpu_reclaim.finding import Found, check_place, find, number, read_unit, running_requests, text
+from gpu_reclaim.finding import Found, check_place, find, number, read_unit, running_requests
 from gpu_reclaim.lease import MOE_FILE
-from gpu_reclaim.moechecks import asked_for, devices_for, environment, script_facts, wanted
-from gpu_reclaim.moeconfigs import GRID, ConfigName, Row, Table, chosen, parse_table
+from gpu_reclaim.moechecks import (
+    asked_for,
+    check_folder,
+    devices_for,
+    environment,
+    script_facts,
+    wanted,
+)
+from gpu_reclaim.moeconfigs import GRID, ConfigName, Row, Table, parse_table, usable_rows
+from gpu_reclaim.moefound import PRESENT, SPACE_FLAG, TUNED, MoeFound, model_of
 from gpu_reclaim.moelog import Lookup
-from gpu_reclaim.moelooks import Device, Environment, read_defaults, read_shape, read_tables
+from gpu_reclaim.moelooks import (
+    Device,
+    Environment,
+    ranks,
+    read_defaults,
+    read_shape,
+    read_tables,
+)
 from gpu_reclaim.moescript import Facts
 from gpu_reclaim.moespace import SPACE, Shape
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.serving import Server
 from gpu_reclaim.session import Session
-
-SPACE_FLAG = "--search-space-file"
-
-PRESENT, TUNED = "present", "tuned"
-"""Names of the configs in use, and of those that the script makes."""
-
-
-@dataclass(frozen=True)
-class MoeFound:
-    """A server whose MoE kernels can be tuned, and what for.
-
-    Attributes:
-        found: The server.
-        name: Of the file that it wants.
-        triton: Version of its Triton.
-        base: Folder whose `configs/` it looks in now.
-        lookups: What its ranks have said of that file, once each.
-        facts: The tuning script.
-        shape: The model's.
-        devices: GPUs that the file is for.
-        env: The server's environment.
-        sizes: Token numbers to tune for.
-        rows: Search space, where the script takes one; empty: its own.
-        before: What the server uses now, by token number.
-        candidates: Tables to try as they are, by arm.
-        refused: Candidates that are not tried, and why.
-        place: Where the tuned sizes are kept on the host.
-        overlays: Folder of the unit's overlays there.
-    """
-
-    found: Found
-    name: ConfigName
-    triton: str
-    base: str
-    lookups: tuple[Lookup, ...]
-    facts: Facts
-    shape: Shape
-    devices: tuple[Device, ...]
-    env: Environment = field(repr=False)
-    sizes: tuple[int, ...]
-    rows: Sequence[Row] = field(repr=False)
-    before: Table = field(repr=False)
-    candidates: Mapping[str, Table] = field(repr=False)
-    refused: Mapping[str, str]
-    place: str
-    overlays: str
-
-    @property
-    def tried(self) -> int:
-        """How many rows are tried for each size."""
-        return len(self.rows or SPACE)
-
-    @property
-    def model(self) -> str:
-        """The model's folder or name, as the server has it."""
-        return model_of(self.found)
-
-    @property
-    def space_text(self) -> str:
-        """The search space as the script reads it."""
-        return json.dumps([dict(row) for row in self.rows])
-
-    @property
-    def expectation(self) -> str:
-        """Whether the kernel is bound by memory, for people."""
-        return moespace.expectation(self.shape, self.sizes, self.name.dtype)
-
-    @property
-    def space(self) -> str:
-        """What is tried for each size, for people."""
-        whole = f"all {len(SPACE)} rows of SGLang's search space"
-        if self.rows:
-            return (
-                f"{len(self.rows)} of {len(SPACE)} rows: those that fit into the GPU's shared "
-                f"memory"
-            )
-        if SPACE_FLAG not in self.facts.flags:
-            return f"{whole}: this script takes no other one"
-        return whole
-
-    def row_before(self, tokens: int) -> Row:
-        """The row that the server uses now for so many tokens."""
-        return chosen(self.before, tokens)
 
 
 def moe_preflight(
@@ -121,21 +52,21 @@ def moe_preflight(
         TransportError: As `Transport.run`.
     """
     found = find(session, server, plan)
-    server, info = found.server, found.info
+    server = found.server
     unit = read_unit(session, server.unit)
     if plan.mode == "tune" and plan.apply == "if_better":
         check_place(session, unit, MOE_FILE, lasting=plan.persist)
     env = environment(session, server)
     seen = asked_for(session, found)
     facts = script_facts(session, found)
-    shape = read_shape(session, server, model_of(found), info, env)
-    if isinstance(shape, str):
-        raise BadInput(
-            f"{session.host}: the tuning script cannot make out the model: {shape}",
-            remedy="see whether a newer checkout knows it; its version must be the package's",
-        )
-    mine = wanted(session, seen, shape, facts)
+    shape, no_fusion, mine = _shape(session, found, seen, facts, env)
     name, triton = mine[0].name, mine[0].triton
+    check_folder(session, mine[0], facts, env, unit=server.unit)
+    if plan.mode == "kernels" and name.dtype == "int8_w8a8":
+        raise BadInput(
+            f"{session.host}: SGLang's script times int8_w8a8 kernels without their configs",
+            remedy="compare them by mode = tune, on the server itself",
+        )
     devices = devices_for(session, name, gpus)
     rows = _space(plan, facts, name, devices[0])
     before = _before(session, found, mine[0], shape, capability=devices[0].capability, env=env)
@@ -147,7 +78,7 @@ def moe_preflight(
         "shape": [shape.hidden, shape.topk],
         "space": logbook.key_of({"rows": [dict(row) for row in rows]}),
     }
-    return MoeFound(
+    moe = MoeFound(
         found=found,
         name=name,
         triton=triton,
@@ -155,6 +86,7 @@ def moe_preflight(
         lookups=tuple(mine),
         facts=facts,
         shape=shape,
+        no_fusion=no_fusion,
         devices=tuple(devices),
         env=env,
         sizes=tuple(plan.batch_sizes or _sizes(session, found, plan)),
@@ -164,12 +96,36 @@ def moe_preflight(
         refused=refused,
         place=logbook.folder(session, server.unit, f"moe-{logbook.key_of(key)}"),
         overlays=overlays.root(server.unit, session.places),
+        files=unit.print,
     )
+    # A flag that the script lacks is told now.
+    moe.script(moe.sizes[0], tune=plan.mode == "tune")
+    return moe
 
 
-def model_of(found: Found) -> str:
-    """The model's folder or name, as the server has it."""
-    return text(found.info.get("model_path")) or found.model
+def _shape(
+    session: Session, found: Found, seen: list[Lookup], facts: Facts, env: Environment
+) -> tuple[Shape, bool, list[Lookup]]:
+    """The model's shape, with or without a fused shared expert, as the server has it."""
+    said = bool(found.info.get("disable_shared_experts_fusion"))
+    first: BadInput | None = None
+    # The server may leave out the fusion by itself, and its flag does not say so.
+    for no_fusion in dict.fromkeys((said, True)):
+        shape = read_shape(
+            session, found.server, model_of(found), found.info, env, no_fusion=no_fusion
+        )
+        if isinstance(shape, str):
+            first = first or BadInput(
+                f"{session.host}: the tuning script cannot make out the model: {shape}",
+                remedy="see whether its files can be read by root there, and whether a newer "
+                "checkout knows it; the version must be the package's",
+            )
+            continue
+        try:
+            return shape, no_fusion, wanted(session, seen, shape, facts)
+        except BadInput as error:
+            first = first or error
+    raise first or BadInput(f"{session.host}: the model's shape is not known")
 
 
 def _space(plan: MoeTunePlan, facts: Facts, name: ConfigName, device: Device) -> list[Row]:
@@ -180,14 +136,20 @@ def _space(plan: MoeTunePlan, facts: Facts, name: ConfigName, device: Device) ->
 
 
 def _sizes(session: Session, found: Found, plan: MoeTunePlan) -> list[int]:
-    info = found.info
+    info, dp = found.info, ranks(found.info, "dp_size")
     draft = number(info.get("speculative_num_draft_tokens"))
     try:
         running = running_requests(session, info)
     except BadInput:
         running = 0
     chunk = number(info.get("chunked_prefill_size"))
-    return moespace.default_sizes(plan.levels, draft, chunk, running)
+    levels = plan.levels
+    if info.get("enable_dp_attention"):
+        # The experts see the tokens of all ranks together.
+        chunk *= dp
+    else:
+        levels = [math.ceil(level / dp) for level in levels]
+    return moespace.default_sizes(levels, draft, chunk, running)
 
 
 def _before(
@@ -207,9 +169,11 @@ def _before(
                 f"{session.host}: {lookup.used}, which the server uses, cannot be read now",
                 remedy="restart the server first, so that it says what it finds",
             )
-        return parse_table(held[lookup.used], lookup.name)
+        return usable_rows(held[lookup.used], lookup.name)
+    # SGLang's rule changes where there are more tokens than experts.
+    sizes = sorted({*GRID, shape.experts, shape.experts + 1})
     rows = read_defaults(
-        session, found.server, shape, lookup.name.dtype, GRID, capability=capability, env=env
+        session, found.server, shape, lookup.name.dtype, sizes, capability=capability, env=env
     )
     if isinstance(rows, str):
         raise BadInput(

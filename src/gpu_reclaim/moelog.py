@@ -35,7 +35,7 @@ _LINES: tuple[tuple[Found, re.Pattern[str]], ...] = (
     ),
     ("none", re.compile(rf"Down MoE config file not found at {_PATH.format('wanted')}")),
 )
-_RANK = re.compile(r"\bTP(?P<rank>[0-9]+)\b")
+_RANK = re.compile(r"\b(?:DP|PP|TP)[0-9]+\b")
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Lookup:
         wanted: Path of the file that it looked for first.
         used: Path of the file that it uses; empty: a default.
         name: Of the file that it looked for.
-        rank: Tensor-parallel rank that says so; None where the line does not tell.
+        rank: Who says so, for example `TP0` or `DP1 TP0`; empty where the line does not tell.
     """
 
     found: Found
     wanted: str
     used: str
     name: ConfigName
-    rank: int | None = None
+    rank: str = ""
 
     @property
     def folder(self) -> str:
@@ -80,6 +80,6 @@ def _lookup(line: str) -> Lookup | None:
         if match is None or name is None:
             continue
         used = match["wanted"] if found == "own" else match.groupdict().get("used", "")
-        rank = _RANK.search(line[: match.start()])
-        return Lookup(found, match["wanted"], used, name, int(rank["rank"]) if rank else None)
+        rank = " ".join(_RANK.findall(line[: match.start()]))
+        return Lookup(found, match["wanted"], used, name, rank)
     return None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpu_reclaim import moeasking, moescript, nvidia_smi
-from gpu_reclaim.benching import HELP_S
+from gpu_reclaim.benching import HELP_S, OFFLINE
 from gpu_reclaim.commands import Script, Section
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.lease import HOST, Places
@@ -86,6 +86,18 @@ class Environment:
     folder: str = ""
     of_unit: bool = False
 
+    @property
+    def for_scripts(self) -> dict[str, str]:
+        """What SGLang's own code is run with, by root: the server's, and its user's model files.
+
+        Nothing of it may be left among those files, or the package's and the checkout's.
+        """
+        offline = dict(word.split("=", 1) for word in OFFLINE.split() if "=" in word)
+        home = self.values.get("HOME", "/root")
+        models = {"HF_HOME": f"{home}/.cache/huggingface"}
+        mine = {"HF_MODULES_CACHE": "/root/.cache/huggingface/modules", "HOME": "/root"}
+        return {**models, **self.values, **offline, **mine}
+
 
 def read_lookups(session: Session, unit: str) -> list[Lookup]:
     """What the unit's present run has said of the configs it uses.
@@ -151,6 +163,22 @@ def parse_device(line: str, with_capability: bool = True) -> Device | None:
     return Device(int(found[1]), found[2].replace(" ", "_"), capability)
 
 
+def sees_the_same(session: Session, unit: str, paths: Sequence[str]) -> list[str]:
+    """Folders that the unit's main process does not see as we do, as one in a container.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    lines = [
+        f'[ "$(stat -L -c %d:%i "/proc/$pid/root"{shlex.quote(path)})" = '
+        f'"$(stat -L -c %d:%i {shlex.quote(path)})" ] || echo other {shlex.quote(path)}'
+        for path in paths
+    ]
+    head = f'{functions(session.places)}\nUNIT={shlex.quote(unit)}\npid=$(state "$UNIT" MainPID)'
+    script = Script("look what it sees", {"seen": "\n".join([head, *lines, ":"])})
+    return session.links.run(script).section("seen").lines("other")
+
+
 def read_facts(session: Session, server: Server) -> Facts:
     """The tuning script and the package.
 
@@ -164,7 +192,13 @@ def read_facts(session: Session, server: Server) -> Facts:
 
 
 def read_shape(
-    session: Session, server: Server, model: str, info: Mapping[str, object], env: Environment
+    session: Session,
+    server: Server,
+    model: str,
+    info: Mapping[str, object],
+    env: Environment,
+    *,
+    no_fusion: bool,
 ) -> Shape | str:
     """The model's shape as the tuning script sees it; or why that cannot be known.
 
@@ -177,8 +211,8 @@ def read_shape(
         model,
         tp=ranks(info, "tp_size"),
         ep=ranks(info, "ep_size"),
-        no_fusion=bool(info.get("disable_shared_experts_fusion")),
-        env=env.values,
+        no_fusion=no_fusion,
+        env=env.for_scripts,
     )
     limit = HELP_S + 30
     script = Script("ask for the model's shape", {"shape": text}, timeout_s=limit)
@@ -207,7 +241,7 @@ def read_defaults(
         TransportError: As `Transport.run`.
     """
     text = moeasking.ask_defaults(
-        server.python, shape, dtype, sizes, capability=capability, env=env.values
+        server.python, shape, dtype, sizes, capability=capability, env=env.for_scripts
     )
     limit = HELP_S + 30
     script = Script("ask for its default rows", {"rows": text}, timeout_s=limit)

@@ -130,5 +130,10 @@ def failure(code: int, text: str, limit_s: float) -> str:
     return f"{what}: {printable(errors[-1].strip(), limit=_LONGEST)}"
 
 
+def is_final(text: str) -> bool:
+    """Whether it failed for a reason that stays: no row fits into the GPU's shared memory."""
+    return bool(_SHARED.search(text))
+
+
 def _without_head(line: str) -> str:
     return re.sub(r"^\([^)]*pid=[0-9]+[^)]*\) *", "", line)

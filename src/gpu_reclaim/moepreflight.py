@@ -9,7 +9,7 @@ from gpu_reclaim import logbook, overlays
 from gpu_reclaim.finding import changed, text
 from gpu_reclaim.lease import MOE_FILE
 from gpu_reclaim.moeconfigs import GRID, Table, filled, text_of
-from gpu_reclaim.moefinding import PRESENT, TUNED, MoeFound
+from gpu_reclaim.moefound import PRESENT, TUNED, MoeFound
 from gpu_reclaim.moelooks import read_lookups
 from gpu_reclaim.preflight import Preflight
 from gpu_reclaim.session import Session
@@ -33,6 +33,7 @@ class MoePreflight(Preflight):
     """
 
     winner_file = MOE_FILE
+    proof = "/server_info, and the log of every rank,"
 
     moe: MoeFound
     tables: Mapping[str, Table] = field(repr=False)
@@ -67,9 +68,9 @@ class MoePreflight(Preflight):
                 return []
             if again < LOG_TRIES - 1:
                 session.sleep(LOG_PAUSE_S)
-        return [_told(rank, said) for rank in sorted({x[0] for x in wanted ^ said}, key=str)]
+        return [_told(rank, said) for rank in sorted({x[0] for x in wanted ^ said})]
 
-    def expected(self, arm: str) -> set[tuple[int | None, str, str]]:
+    def expected(self, arm: str) -> set[tuple[str, str, str]]:
         """What each rank must say: the file that it looks for, and the one that it uses."""
         if arm == PRESENT:
             return {(x.rank, x.wanted, x.used) for x in self.moe.lookups}
@@ -78,8 +79,8 @@ class MoePreflight(Preflight):
         return {(x.rank, path, path) for x in self.moe.lookups}
 
 
-def _told(rank: int | None, said: set[tuple[int | None, str, str]]) -> str:
-    who = "its log" if rank is None else f"rank {rank}"
+def _told(rank: str, said: set[tuple[str, str, str]]) -> str:
+    who = f"rank {rank}" if rank else "its log"
     uses = sorted(used or f"no file, looking for {wanted}" for x, wanted, used in said if x == rank)
     return f"{who} tells of {' and '.join(uses) or 'no config file'}"
 
@@ -113,6 +114,7 @@ def moe_trials(moe: MoeFound, sizes: Sequence[TunedSize]) -> MoePreflight:
         refused=moe.refused,
         parts=parts,
         place=f"{moe.place.rpartition('/')[0]}/{logbook.key_of({**parts, 'unit': unit})}",
+        files=moe.files,
         moe=moe,
         tables=tables,
         folders={arm: f"{moe.overlays}/{key}" for arm, key in keys.items()},

@@ -49,7 +49,7 @@ for home in spec.submodule_search_locations or () if spec else ():
         print("own yes")
     for path in (os.path.join(home, x) for x in sys.argv[2:]):
         if os.path.isdir(path):
-            print("configs", path)
+            print("configs", os.path.realpath(path))
 """
 
 

@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from gpu_reclaim import moeoutput, moescript, running
-from gpu_reclaim.benching import OFFLINE
-from gpu_reclaim.commands import PATHS, Script, printable
+from gpu_reclaim import moeoutput, running
+from gpu_reclaim.commands import Script, printable
 from gpu_reclaim.errors import BadInput
 from gpu_reclaim.jobs import Job
 from gpu_reclaim.moeconfigs import parse_table
-from gpu_reclaim.moefinding import MoeFound
-from gpu_reclaim.moelooks import ranks
-from gpu_reclaim.overlays import VARIABLE
+from gpu_reclaim.moefound import MoeFound
+from gpu_reclaim.moejobs import SPACE_FILE, timing_job, tuning_job
 from gpu_reclaim.running import Done
 from gpu_reclaim.session import Session
 from gpu_reclaim.trial import without
@@ -24,11 +22,12 @@ from gpu_reclaim.tuning import KernelTime, TunedSize
 
 log = logging.getLogger(__name__)
 
-SPACE_FILE = "space.json"
+FINAL_CODES = (0, 124)
+"""Exit statuses after which a size that failed would fail again: what it wrote cannot be used, or
+its time was over (of coreutils' `timeout`)."""
 
-KERNEL_LIMIT_S = 900
-"""Longest time for one kernel at one size without tuning, in seconds: most of it is Ray's start and
-one compilation."""
+KILLED = 137
+"""Exit status of a process that was killed: by `timeout`, or by the kernel, for memory."""
 
 SAY_S = 30
 """How often a job's present line is in the log, in seconds."""
@@ -93,7 +92,7 @@ def tune(
         HoldLost: The host is not ours any more.
         TransportError: As `run_queue`.
     """
-    given = [_tuning(session, moe, size, limit_s) for size in sizes]
+    given = [tuning_job(session, moe, size, limit_s) for size in sizes]
     tokens = {job.name: size for job, size in zip(given, sizes, strict=True)}
     lines = _Lines(session, moe, progress)
     for done in running.run_queue(
@@ -105,62 +104,6 @@ def tune(
         over=lambda: window.over,
     ):
         yield _size(session, moe, tokens[done.job.name], done)
-
-
-def _tuning(session: Session, moe: MoeFound, tokens: int, limit_s: float) -> Job:
-    folder = f"{moe.place}/{tokens}"
-    files = {SPACE_FILE: moe.space_text} if moe.rows else {}
-    space = f"{folder}/{SPACE_FILE}" if moe.rows else ""
-    asked = _asked(moe, tokens, tune=True, space_file=space)
-    return Job(
-        name=f"moe-{tokens}",
-        folder=folder,
-        argv=moescript.argv(moe.found.server.python, moe.facts, asked),
-        env=_env(session, moe, f"{tokens}", folder),
-        files=files,
-        limit_s=limit_s,
-    )
-
-
-def _asked(moe: MoeFound, tokens: int, *, tune: bool, space_file: str = "") -> moescript.Job:
-    info, dtype = moe.found.info, moe.name.dtype
-    return moescript.Job(
-        model=moe.model,
-        tp=ranks(info, "tp_size"),
-        ep=ranks(info, "ep_size"),
-        tokens=tokens,
-        tune=tune,
-        # The script's word for all that has no part in the file's name of its own making.
-        dtype="auto" if dtype in ("", "float32") else dtype,
-        per_channel=moe.name.per_channel,
-        no_fusion=bool(info.get("disable_shared_experts_fusion")),
-        space_file=space_file,
-    )
-
-
-def _env(session: Session, moe: MoeFound, name: str, folder: str) -> dict[str, str]:
-    offline = dict(word.split("=", 1) for word in OFFLINE.split() if "=" in word)
-    values = moe.env.values
-    home = values.get("HOME", "/root")
-    return {
-        "HF_HOME": f"{home}/.cache/huggingface",
-        **values,
-        **offline,
-        "PATH": ":".join(filter(None, [values.get("PATH"), PATHS])),
-        # It runs as root: nothing of it may be left among the files of the server's user, of the
-        # package or of the checkout.
-        "HOME": f"{folder}/cache",
-        "HF_MODULES_CACHE": f"{folder}/cache/modules",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        # A cache of its own: what was compiled is there in the next attempt, and a broken one harms
-        # this size alone.
-        "TRITON_CACHE_DIR": f"{folder}/cache/triton",
-        # A Ray of its own, whatever else runs on the host; its sockets need a short path.
-        "RAY_TMPDIR": f"{session.places.run}/gpu-reclaim/ray-{name}",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def drop_caches(session: Session, moe: MoeFound) -> None:
@@ -215,6 +158,24 @@ def last_line(text: str) -> str:
     return printable(lines[-1], limit=200) if lines else ""
 
 
+def harvest(session: Session, moe: MoeFound, sizes: Sequence[int]) -> list[TunedSize]:
+    """What scripts of a run that died have finished meanwhile, and nobody put on record.
+
+    Raises:
+        TransportError: As `Transport.run`.
+    """
+    given = {size: tuning_job(session, moe, size, 1) for size in sizes}
+    states = running.look_at(session, [(job, 0) for job in given.values()])
+    ended = [
+        Done(job, states[job.name].gpu, states[job.name], states[job.name].text)
+        for job in given.values()
+        if states[job.name].code == 0 and states[job.name].ended
+    ]
+    sizes_of = {job.name: size for size, job in given.items()}
+    found = [_size(session, moe, sizes_of[done.job.name], done) for done in ended]
+    return [size for size in found if size.row]
+
+
 def _size(session: Session, moe: MoeFound, tokens: int, done: Done) -> TunedSize:
     limit = done.job.limit_s
     size = TunedSize(
@@ -230,7 +191,8 @@ def _size(session: Session, moe: MoeFound, tokens: int, done: Done) -> TunedSize
         words = _blotted(moe, done.text).split("\n")
         lines = [printable(line, limit=400) for line in words if line.strip()]
         detail = "\n".join(lines[-SAID_LINES:])
-        return size.model_copy(update={"failure": row, "detail": detail})
+        final = done.state.code in FINAL_CODES or moeoutput.is_final(done.text)
+        return size.model_copy(update={"failure": row, "detail": detail, "final": final})
     log.info("%s: batch size %d: %s", session.host, tokens, row)
     return size.model_copy(update={"row": row})
 
@@ -242,6 +204,8 @@ def _row(
     name, code = moe.name, done.state.code
     if code is None:
         return OUTSIDE
+    if code == KILLED and done.state.seconds < done.job.limit_s:
+        return "it was killed; perhaps the host ran out of memory"
     if code != 0:
         return moeoutput.failure(code, _blotted(moe, done.text), done.job.limit_s)
     if str(name) not in done.state.files:
@@ -279,8 +243,11 @@ def time_kernels(
         As `tune`.
     """
     pairs = [(arm, size) for size in moe.sizes for arm in arms]
-    by_name = {f"kernel-{number}": pair for number, pair in enumerate(pairs)}
-    given = [_timing(session, moe, name, size, arms[arm]) for name, (arm, size) in by_name.items()]
+    named = [(f"kernel-{number}", pair) for number, pair in enumerate(pairs)]
+    by_name = dict(named)
+    given = [
+        timing_job(session, moe, name, size, arms[arm]) for name, (arm, size) in by_name.items()
+    ]
     for done in running.run_queue(
         session,
         given,
@@ -290,15 +257,6 @@ def time_kernels(
         over=lambda: window.over,
     ):
         yield _kernel(session, moe, by_name[done.job.name], done)
-
-
-def _timing(session: Session, moe: MoeFound, name: str, tokens: int, overlay: str) -> Job:
-    folder = f"{moe.place}/{name}"
-    wanted = overlay or moe.env.folder
-    env = _env(session, moe, name, folder) | ({VARIABLE: wanted} if wanted else {})
-    asked = _asked(moe, tokens, tune=False)
-    argv = moescript.argv(moe.found.server.python, moe.facts, asked)
-    return Job(name=name, folder=folder, argv=argv, env=env, limit_s=KERNEL_LIMIT_S)
 
 
 def _kernel(session: Session, moe: MoeFound, what: tuple[str, int], done: Done) -> KernelTime:

@@ -9,6 +9,7 @@ configs for the second product none. The installed package and the checkout stay
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gpu_reclaim.lease import HOST, Places
@@ -48,7 +49,10 @@ _TIDY = r"""
 [ -d "$ROOT" ] || exit 0
 for entry in "$ROOT"/*; do
   [ -e "$entry" ] || continue
-  case "$KEPT" in *" ${entry##*/} "*) ;; *) rm -rf -- "$entry";; esac
+  case "$KEPT" in *" ${entry##*/} "*) continue;; esac
+  # A drop-in that is hidden now, by one of the same name, may count again.
+  ! grep -rqsF -- "$entry" "$ETC/$UNIT.d" "$UNITS/$UNIT.d" || continue
+  rm -rf -- "$entry"
 done
 for folder in "$ROOT" "${ROOT%/*}"; do
   [ -n "$(ls -A "$folder")" ] || rmdir -- "$folder" || exit 1
@@ -79,8 +83,7 @@ def build(target: str, base: str, triton: str, name: ConfigName, text: str) -> s
         "DOWN": str(replace(name, down=True)),
         "TEXT": text,
     }
-    head = " ".join(f"{key}={shlex.quote(value)}" for key, value in values.items())
-    return f"{head}\n{_BUILD}"
+    return f"{_set(values)}\n{_BUILD}"
 
 
 def tidy(unit: str, kept: list[str], places: Places = HOST) -> str:
@@ -92,7 +95,18 @@ def tidy(unit: str, kept: list[str], places: Places = HOST) -> str:
         places: Where things are.
     """
     names = "".join(f"{path.rpartition('/')[2]} " for path in kept)
-    return f"ROOT={shlex.quote(root(unit, places))} KEPT={shlex.quote(f' {names}')}\n{_TIDY}"
+    values = {
+        "ROOT": root(unit, places),
+        "KEPT": f" {names}",
+        "UNIT": unit,
+        "ETC": f"{places.etc}/systemd/system",
+        "UNITS": f"{places.run}/systemd/system",
+    }
+    return f"{_set(values)}\n{_TIDY}"
+
+
+def _set(values: Mapping[str, str]) -> str:
+    return " ".join(f"{key}={shlex.quote(value)}" for key, value in values.items())
 
 
 def drop_in(unit: str, overlay: str) -> str:

@@ -33,16 +33,21 @@ class Preflight(ABC):
         refused: Settings that will not be tried, and why.
         parts: What must be the same so that measurements may be compared.
         place: Where its logbook is on the host.
+        files: Checksum of the unit's files.
     """
 
     winner_file: ClassVar[str]
     """Name of a winner's drop-in."""
+
+    proof: ClassVar[str]
+    """What shows that a setting is in force."""
 
     found: Found
     arms: tuple[str, ...]
     refused: Mapping[str, str]
     parts: Mapping[str, object] = field(repr=False)
     place: str
+    files: str
 
     @property
     def server(self) -> Server:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gpu_reclaim.commands import Section
 from gpu_reclaim.errors import BadAnswer
-from gpu_reclaim.lease import HOST, Places
+from gpu_reclaim.lease import HOST, TRIAL_FILE, Places
 from gpu_reclaim.systemd import unit_name
 
 PROPERTIES = ("LoadState", "FragmentPath", "DropInPaths", "MainPID", "NeedDaemonReload")
@@ -24,6 +24,7 @@ class Unit:
         argv: Command line of the main process; empty where none runs.
         exe: Its executable.
         fixed: No drop-in can be written to /etc, as where it is part of a read-only image.
+        print: Checksum of its files, without those of a hold or a trial.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Unit:
     argv: tuple[str, ...] = field(default=(), repr=False)
     exe: str = ""
     fixed: bool = False
+    print: str = ""
 
 
 def show_server(unit: str, places: Places = HOST) -> str:
@@ -41,10 +43,18 @@ def show_server(unit: str, places: Places = HOST) -> str:
     shown.
     """
     name, folder = shlex.quote(unit_name(unit)), shlex.quote(f"{places.etc}/systemd/system")
+    held = shlex.quote(f"{places.run}/systemd/system")
     return f"""shown=$(systemctl show --no-pager -p {",".join(PROPERTIES)} -- {name}) || exit 1
 printf '%s\\n' "$shown" | sed 's/^/show /'
 systemctl cat --no-pager -- {name} | sed 's/^/file /'
 [ -w {folder} ] || echo 'fixed yes'
+for file in "$(printf '%s\\n' "$shown" | sed -n 's/^FragmentPath=//p')" \\
+    {folder}/{name}.d/*.conf {held}/{name}.d/*.conf; do
+  case ${{file##*/}} in
+    50-gpu-reclaim-hold.conf | gpu-reclaim-no-kill.conf | {TRIAL_FILE}) continue;;
+  esac
+  [ ! -f "$file" ] || cat "$file"
+done | cksum | sed 's/^/print /'
 pid=$(printf '%s\\n' "$shown" | sed -n 's/^MainPID=//p')
 case $pid in ''|0) exit 0;; esac
 # In hexadecimal, so that newlines and bytes that are no text survive.
@@ -75,4 +85,4 @@ def parse_server(section: Section, unit: str) -> Unit:
     exe = section.value("exe").removesuffix(" (deleted)")
     words = tuple(argv) if bytes_ else ()
     fixed = section.value("fixed") == "yes"
-    return Unit(unit, properties, "\n".join(lines), words, exe, fixed)
+    return Unit(unit, properties, "\n".join(lines), words, exe, fixed, section.value("print"))

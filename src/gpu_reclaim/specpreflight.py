@@ -13,6 +13,7 @@ from gpu_reclaim.lease import TUNED_FILE
 from gpu_reclaim.plans import SpecDecodePlan, SpecSetting
 from gpu_reclaim.preflight import Preflight
 from gpu_reclaim.servercommand import ServerCommand, drop_in, hides_secrets
+from gpu_reclaim.serverunit import Unit
 from gpu_reclaim.serving import Server
 from gpu_reclaim.session import Session
 from gpu_reclaim.spectrials import trials
@@ -30,6 +31,7 @@ class SpecPreflight(Preflight):
     """
 
     winner_file = TUNED_FILE
+    proof = "/server_info"
 
     command: ServerCommand = field(repr=False)
     settings: Mapping[str, SpecSetting]
@@ -77,7 +79,8 @@ def spec_preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Sp
         TransportError: As `Transport.run`.
     """
     found = find(session, server, plan)
-    command = _command(session, found.server, plan)
+    unit = read_unit(session, found.server.unit)
+    command = _command(session, unit, plan)
     chosen, refused = trials(plan, read_flags(command.flags), command.flags, found.info)
     running = plan.max_running_requests or running_requests(session, found.info)
     parts = dict(found.parts) | {
@@ -102,24 +105,24 @@ def spec_preflight(session: Session, server: Server, plan: SpecDecodePlan) -> Sp
         refused=refused,
         parts=parts,
         place=logbook.folder(session, found.server.unit, logbook.key_of(parts)),
+        files=unit.print,
         command=command,
         settings={str(one): one for one in chosen},
         running=running,
     )
 
 
-def _command(session: Session, server: Server, plan: SpecDecodePlan) -> ServerCommand:
+def _command(session: Session, unit: Unit, plan: SpecDecodePlan) -> ServerCommand:
     """The server's command line.
 
     Raises:
         BadInput: A drop-in of ours would not be what systemd goes by, or would tell a secret.
     """
-    unit = read_unit(session, server.unit)
     command = locate(unit)
     name = command.file.rpartition("/")[2]
     if name.endswith(".conf") and name > TUNED_FILE:
         raise BadInput(
-            f"{session.host}: ExecStart= of {server.unit} is in {name}, which systemd reads after "
+            f"{session.host}: ExecStart= of {unit.name} is in {name}, which systemd reads after "
             f"{TUNED_FILE}",
             remedy="rename that drop-in, for example to override.conf",
         )
@@ -128,7 +131,7 @@ def _command(session: Session, server: Server, plan: SpecDecodePlan) -> ServerCo
         check_place(session, unit, TUNED_FILE, lasting=plan.persist)
     if applies and command.from_process and hides_secrets(command.flags):
         raise BadInput(
-            f"{session.host}: a secret of {server.unit} is in its environment, and a winner's file "
+            f"{session.host}: a secret of {unit.name} is in its environment, and a winner's file "
             "would have it in clear",
             remedy="use apply = never, and edit the environment file yourself",
         )

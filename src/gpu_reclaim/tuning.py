@@ -126,6 +126,7 @@ class TunedSize(BaseModel):
         row: The kernel's launch parameters; empty after a failure.
         failure: Why there are none, for people.
         detail: Its last words.
+        final: It would fail in the same way again.
         seconds: How long it took.
         limit_s: Its time limit, in seconds.
         gpu: Index of the GPU it ran on.
@@ -138,6 +139,7 @@ class TunedSize(BaseModel):
     row: dict[str, int | bool] = {}
     failure: str = ""
     detail: str = ""
+    final: bool = False
     seconds: float = 0
     limit_s: float = 0
     gpu: str = ""
