@@ -12,7 +12,7 @@ from gpu_reclaim.commands import Section
 from gpu_reclaim.errors import BadAnswer, BadInput, LinkLost
 from gpu_reclaim.lease import MOE_FILE
 from gpu_reclaim.moeconfigs import GRID, chosen
-from gpu_reclaim.moefinding import MoeFound, moe_preflight
+from gpu_reclaim.moefinding import moe_preflight
 from gpu_reclaim.moelog import Lookup
 from gpu_reclaim.moelooks import Device
 from gpu_reclaim.moescript import NEEDED
@@ -370,10 +370,6 @@ def test_a_candidate_whose_k_steps_over_a_quantized_block() -> None:
     assert "has BLOCK_SIZE_K = 256 at 1, and quantized blocks of 128" in seen.refused["wide.json"]
 
 
-def names_of(seen: MoeFound) -> list[str]:
-    return [*seen.candidates, *seen.refused]
-
-
 def test_each_candidate_has_a_name_of_its_own() -> None:
     files = {name: file_of() for name in ("a.json", "x/a.json", "present", "tuned")}
     files["y/a.json"] = "no"
@@ -384,6 +380,14 @@ def test_each_candidate_has_a_name_of_its_own() -> None:
         *("a.json", "/configs/x/a.json", "/configs/present", "/configs/tuned"),
     ]
     assert list(seen.refused) == ["/configs/y/a.json"]
+
+
+def test_so_has_each_that_is_refused() -> None:
+    files = {"x/a.json": "no", "y/a.json": "no", "z/a.json": file_of()}
+    seen = moe_found(plan=plan(candidates=[f"/configs/{name}" for name in files]), files=files)
+
+    assert list(seen.refused) == ["a.json", "/configs/y/a.json"]
+    assert list(seen.candidates) == ["/configs/z/a.json"]
 
 
 def test_a_candidate_that_is_far_too_long() -> None:

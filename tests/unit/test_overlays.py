@@ -131,6 +131,8 @@ def test_what_is_not_copied(host: Host, path: str) -> None:
 
     assert host.build()
     assert host.made == {**OLD, f"triton_3_6_0/{NAME}": OURS}
+    folders = sorted(x.name for x in (host.target / "configs").iterdir())
+    assert folders == ["triton_3_4_0", "triton_3_6_0"]
 
 
 def test_a_folder_without_a_config_is_a_folder_all_the_same(host: Host) -> None:
