@@ -116,8 +116,7 @@ class Engine:
         body = request.json()
         prompt = prompt_of(body)
         self._speed.garbage = self._faults.has("garbage")
-        wrong = self._speed.garbage or self._speed.wrong_words(self._running + 1)
-        text = Text(prompt, *limits(request.path, body), wrong)
+        text = Text(prompt, *limits(request.path, body), self._speed.garbage)
         return Asked(
             route=request.path,
             number=self._asked,
@@ -137,6 +136,9 @@ class Engine:
 
         def emit(tokens: int) -> None:
             nonlocal told
+            # As many as run now decide which kernel it is.
+            if told == 0 and self._speed.wrong_words(self._running):
+                asked.text.spoil()
             if stream:
                 reply.event(asked.event(tokens, told))
             told = tokens

@@ -32,12 +32,17 @@ class Text:
 
     def __init__(self, prompt: str, most: int, ignore_eos: bool, garbage: bool = False) -> None:
         """Works out the words; a garbage text has other ones."""
-        seed = hashlib.sha256(prompt.encode()).hexdigest()
-        chosen = random.Random(f"garbage {seed}" if garbage else seed)
+        self._seed = seed = hashlib.sha256(prompt.encode()).hexdigest()
         end = random.Random(seed).randint(*OWN_END)
         self.tokens = max(1, most if ignore_eos else min(most, end))
         self.reason = "length" if ignore_eos or most < end else "stop"
-        self._words = chosen.choices(WORDS, k=self.tokens)
+        self._words = random.Random(seed).choices(WORDS, k=self.tokens)
+        if garbage:
+            self.spoil()
+
+    def spoil(self) -> None:
+        """Makes it garbage, of the same length."""
+        self._words = random.Random(f"garbage {self._seed}").choices(WORDS, k=self.tokens)
 
     def up_to(self, tokens: int, since: int = 0) -> str:
         """The text from one count of tokens to another."""
