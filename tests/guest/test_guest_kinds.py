@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from gpu_reclaim import signals, systemd
 from guest import kinds_owned, kinds_seen, kinds_stubborn
 from guest.kinds import Case, Kind, play
+from guest.samples import sampled
 from lab.container import Container
 from lab.lab import Lab
 
@@ -24,16 +24,10 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "MAX_STOP_S", 3)
 
 
-IN_MAKE_TEST = random.Random(4).sample(KINDS, len(KINDS) // 3)
-"""The sample of `make test`; `make kinds` plays all."""
-
-
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[] if kind in IN_MAKE_TEST else pytest.mark.exhaustive)
-        for kind in KINDS
-    ],
+    # `make kinds` plays all.
+    sampled(KINDS, len(KINDS) // 4),
     ids=lambda kind: f"{kind.group}: {kind.name}",
 )
 def test_kind(

@@ -46,7 +46,7 @@ def plan(**changes: Any) -> MoeTunePlan:
         "levels": [8],
         "requests_per_stream": 2,
         "least_requests": 8,
-        "rounds": 10,
+        "rounds": 6,
         "measure_timeout_s": 60,
     }
     return MoeTunePlan(**(values | changes))
@@ -166,9 +166,7 @@ FAULTS = {
 @pytest.mark.exhaustive
 def test_every_failure_of_a_size_is_told_and_the_rest_goes_on(lab: Lab) -> None:
     serve(lab, GOOD, script={"faults": {str(size): kind for size, (kind, _) in FAULTS.items()}})
-    report = tuned(
-        lab, batch_sizes=[*FAULTS, DECODE], apply="never", size_timeout_minutes=0.15, rounds=4
-    )
+    report = tuned(lab, batch_sizes=[*FAULTS, DECODE], apply="never", size_timeout_minutes=0.15)
     found = sizes(report)
     for size, (kind, words) in FAULTS.items():
         assert words in found[size].failure, kind

@@ -42,7 +42,7 @@ def plan(*numbers: int, **changes: Any) -> SpecDecodePlan:
         "requests_per_stream": 2,
         "least_requests": 8,
         # It ends after 4 where nothing disturbs; with 4 at most one bad visit decided it all.
-        "rounds": 10,
+        "rounds": 6,
         "measure_timeout_s": 60,
     }
     return SpecDecodePlan(**(values | changes))
