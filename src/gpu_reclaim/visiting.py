@@ -25,6 +25,10 @@ StartLimitAction=none
 that is an observation."""
 
 
+LONGEST_NAME = 150
+"""So many characters of a setting's name are in the names of its records; a file's has 255."""
+
+
 def start(session: Session, before: Preflight, arm: str) -> float | Failure:
     """Start a server whose GPUs are free with one setting, until it serves and is proven.
 
@@ -85,7 +89,9 @@ def visit(
     differing = differing_pct(again, reference or answers)
     levels: list[Measurement] = []
     for level in plan.levels:
-        name = f"{arm.replace(' ', '-').replace('/', '.')}-round-{number}-at-{level}"
+        # A candidate may be named by a long path, and the end of it tells it from others.
+        short = arm.replace(" ", "-").replace("/", ".")[-LONGEST_NAME:]
+        name = f"{short}-round-{number}-at-{level}"
         load = load_of(before, plan, level, name)
         found = measuring.measure(session, before.server, before.found.tool, load)
         if isinstance(found, str):
