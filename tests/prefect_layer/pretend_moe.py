@@ -12,7 +12,7 @@ from typing import Any
 from gpu_reclaim.commands import Script, Section
 from gpu_reclaim.jobs import JobState
 from gpu_reclaim.moeconfigs import GRID, text_of
-from gpu_reclaim.moefinding import PRESENT
+from gpu_reclaim.moefound import PRESENT
 from prefect_layer.pretend_host import daemon, workers
 from prefect_layer.pretend_server import SECRET, PretendServer, token
 from unit.moe_host import (
@@ -101,6 +101,7 @@ class PretendMoe(PretendServer):
             "log": self._log,
             "made": self._made,
             "rows": lambda _: f"defaults {json.dumps(dict.fromkeys(GRID, ROW))}",
+            "seen": lambda _: "",
             "script": lambda _: _only(script_answer(SEARCH, version="v0.5.23", sglang="0.5.23")),
             "shape": lambda _: _only(shape_answer()),
             "tidy": self._tidy,

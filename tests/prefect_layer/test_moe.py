@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from gpu_reclaim.errors import BadInput, CommandFailed, NotInForce
 from gpu_reclaim.flows import moe_autotune
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.moecourse import WITHIN_NOISE
-from gpu_reclaim.moefinding import PRESENT, TUNED
+from gpu_reclaim.moefound import PRESENT, TUNED
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.tasks import host as host_tasks
 from gpu_reclaim.tuning import TuningReport
@@ -101,7 +103,9 @@ def test_a_better_config_is_kept(pretend: PretendMoe, plain: None) -> None:
     assert report.overlay in pretend.kept["/etc"]
     assert "Restart=" not in pretend.kept["/etc"]
     assert list(pretend.overlays) == [report.overlay]
-    assert report.proof == f"/server_info says so: sglang.service serves with {TUNED}"
+    assert report.proof == (
+        "/server_info, and the log of every rank, says so: sglang.service serves with tuned"
+    )
     # All that can refuse is looked at first; and only then is the host taken.
     first = pretend.asked[: pretend.asked.index("survey")]
     assert {"read its log", "look for the tuning script", "read what was tuned"} < set(first)
@@ -118,7 +122,8 @@ def test_a_better_config_is_kept(pretend: PretendMoe, plain: None) -> None:
             "start sglang.service on trial",
         ),
     ]
-    assert wrote[-2:] == [BACK, "remove overlays"]
+    # While the host is held: nobody else makes an overlay meanwhile.
+    assert wrote[-2:] == ["remove overlays", BACK]
 
 
 def test_what_people_see(pretend: PretendMoe, plain: None) -> None:
@@ -164,7 +169,9 @@ def test_a_rank_that_uses_another_file_is_no_trial(pretend: PretendMoe, plain: N
     report = tune()
 
     failure = next(x.failure for x in report.visits if x.arm == TUNED)
-    assert failure.startswith("it runs with other arguments: rank 1 tells of no file, looking for")
+    assert failure.startswith(
+        "it runs with other arguments: rank TP1 tells of no file, looking for"
+    )
     assert (report.outcome, pretend.kept) == ("kept", {})
 
 
@@ -192,7 +199,7 @@ def test_a_second_tuning_begins_with_the_winner(pretend: PretendMoe, plain: None
     # The same rows: there is nothing to try.
     assert (again.outcome, pretend.jobs) == ("kept", {})
     assert again.summary.startswith("There is nothing to try")
-    assert pretend.wrote == ["remove overlays"]
+    assert pretend.wrote == []
     assert (pretend.folder, list(pretend.overlays)) == (first.overlay, [first.overlay])
 
 
@@ -250,11 +257,27 @@ def test_a_script_that_makes_another_file_ends_it(pretend: PretendMoe, plain: No
     assert (all_as_before(pretend), slot_is_free()) == (True, True)
 
 
-def test_a_window_that_is_over(pretend: PretendMoe, plain: None) -> None:
-    report = tune(window_minutes=1)
+@pytest.mark.parametrize("mode", ["tune", "kernels"])
+def test_a_window_that_is_too_short_is_refused_untouched(
+    pretend: PretendMoe, plain: None, mode: str
+) -> None:
+    with pytest.raises(BadInput, match="a window of 1 min is too short"):
+        tune(mode=mode, window_minutes=1)
 
-    assert (report.outcome, pretend.jobs, pretend.visits) == ("unfinished", {}, [])
-    assert "Still to be tuned: 2, 16, 2048." in report.summary
+    assert (pretend.wrote, pretend.stops, all_as_before(pretend)) == ([], 0, True)
+
+
+def test_a_window_that_is_over(
+    pretend: PretendMoe, plain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(passed))
+    monkeypatch.setattr("gpu_reclaim.moecourse.time", clock)
+    pretend.trouble = at("write sizes.jsonl", lambda: passed.append(2 * 3600))
+    report = tune(window_minutes=120)
+
+    assert (report.outcome, pretend.tuned, pretend.visits) == ("unfinished", [2, 16], [])
+    assert "Still to be tuned: 2048." in report.summary
     assert "goes on from there" in report.remedy
     assert (all_as_before(pretend), page_of("moe-llm").count("The window is over")) == (True, 1)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from gpu_reclaim.commands import Script
 from gpu_reclaim.moeconfigs import GRID, ConfigName, Table, text_of
-from gpu_reclaim.moefinding import MoeFound, moe_preflight
+from gpu_reclaim.moefinding import moe_preflight
+from gpu_reclaim.moefound import MoeFound
 from gpu_reclaim.moescript import NEEDED, SCRIPT
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.transport.scripted import Answer
@@ -125,6 +126,7 @@ def moe_usual() -> dict[str, Answer | list[Answer]]:
         "read its log": logged(*(without_file(rank=rank) for rank in range(4))),
         "look for the tuning script": script_answer(SEARCH),
         "ask for the model's shape": shape_answer(),
+        "look what it sees": {"seen": ""},
         "read what GPUs can do": gpus_answer(*[GPU] * 4),
         "ask for its default rows": {"rows": f"defaults {json.dumps(defaults())}"},
     }

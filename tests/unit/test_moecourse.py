@@ -12,9 +12,9 @@ from gpu_reclaim.course import GO_ON, RECLAIM_S, SEE_WHY, Tuning
 from gpu_reclaim.errors import HoldLost
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.moecourse import WITHIN_NOISE, MoeTuning
-from gpu_reclaim.moefinding import PRESENT, TUNED, MoeFound
+from gpu_reclaim.moefound import PRESENT, TUNED, MoeFound
+from gpu_reclaim.moejobs import KERNEL_LIMIT_S
 from gpu_reclaim.moespace import SECONDS_PER_ROW
-from gpu_reclaim.moestage import KERNEL_LIMIT_S
 from gpu_reclaim.plans import MoeTunePlan
 from gpu_reclaim.tuning import KernelTime, TunedSize
 from unit.moe_host import PLAN, file_of, moe_found, size
@@ -47,7 +47,8 @@ def played(
     while turn := trials.turn:
         arm, number = turn
         times = (1 + 0.001 * number) * (factors or {}).get(arm, 1)
-        seen = visit(arm, number, 100 * times, 1000 * times, differing=differing)
+        other = 0 if arm == PRESENT else differing
+        seen = visit(arm, number, 100 * times, 1000 * times, differing=other)
         trials.visits.append(seen)
     return trials
 

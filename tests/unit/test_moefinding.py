@@ -66,7 +66,9 @@ def test_all_that_is_found() -> None:
 
     assert made.writes == []
     assert (seen.name, seen.triton, seen.base) == (NAME, "3.6.0", PACKAGE)
-    assert seen.lookups == tuple(Lookup("none", path_of(), "", NAME, rank) for rank in range(4))
+    assert seen.lookups == tuple(
+        Lookup("none", path_of(), "", NAME, f"TP{rank}") for rank in range(4)
+    )
     assert seen.shape == Shape(256, 256, 4096, 8, None, "bfloat16", "Qwen3MoeForCausalLM")
     assert [x.index for x in seen.devices] == [0, 1, 2, 3]
     assert seen.devices[0] == Device(0, NAME.device, (12, 0))
@@ -417,7 +419,13 @@ KEYS: dict[str, tuple[Told, dict[str, Any]]] = {
 SAME: dict[str, tuple[Told, dict[str, Any]]] = {
     "sizes": ({}, {"batch_sizes": [1, 2, 3]}),
     "limits": ({}, {"size_timeout_minutes": 1, "window_minutes": 60}),
-    "a file in use meanwhile": ({LOG: logged(without_file(base="/o"))}, {}),
+    "a folder in use meanwhile": (
+        {
+            LOG: logged(without_file(base="/o")),
+            ENV: environment("SGLANG_MOE_CONFIG_DIR=/o", of_unit="1"),
+        },
+        {},
+    ),
     "speculation": (info(speculative_num_draft_tokens=2), {}),
 }
 

@@ -24,14 +24,14 @@ DOWN = f"{PACKAGE}/configs/triton_3_6_0/{BLOCKS}"
     [
         (
             f"{HEAD}Using MoE kernel config from {WANTED}.",
-            Lookup("own", WANTED, WANTED, NAME, 2),
+            Lookup("own", WANTED, WANTED, NAME, "TP2"),
         ),
         (
             f"{HEAD}Config file not found at {WANTED}. Fallback to triton version 3.4.0 and use "
             f"MoE kernel config from {OLDER}. Performance might be sub-optimal!",
-            Lookup("other", WANTED, OLDER, NAME, 2),
+            Lookup("other", WANTED, OLDER, NAME, "TP2"),
         ),
-        (f"{HEAD}{DEFAULT} at {WANTED}, {URL}", Lookup("none", WANTED, "", NAME, 2)),
+        (f"{HEAD}{DEFAULT} at {WANTED}, {URL}", Lookup("none", WANTED, "", NAME, "TP2")),
         (
             "[2026-11-30 13:05:59] Using MoE kernel config with down_moe=False. Performance might "
             f"be sub-optimal! Config file not found at {DOWN}, {URL}",
@@ -40,7 +40,7 @@ DOWN = f"{PACKAGE}/configs/triton_3_6_0/{BLOCKS}"
         (
             f"{HEAD}Down MoE config file not found at {DOWN}; reusing the tuned up-projection "
             "config without TMA.",
-            Lookup("none", DOWN, "", BLOCKS, 2),
+            Lookup("none", DOWN, "", BLOCKS, "TP2"),
         ),
     ],
 )
@@ -66,4 +66,4 @@ def test_no_lookup(line: str) -> None:
 
 def test_each_rank_is_told_once() -> None:
     lines = [f"[x TP{rank}] {DEFAULT} at {WANTED}, {URL}" for rank in (0, 1, 1, 0, 3)]
-    assert [found.rank for found in lookups(lines)] == [0, 1, 3]
+    assert [found.rank for found in lookups(lines)] == ["TP0", "TP1", "TP3"]

@@ -28,11 +28,13 @@ from gpu_reclaim.moelooks import (
     read_tables,
 )
 from gpu_reclaim.session import Session
+from gpu_reclaim.transport.scripted import Answer
 from unit.moe_host import GPU, NAME, moe_scene, with_file, without_file
 from unit.shells import here, need, stub
 from unit.tuned import UNIT, on_this_machine
 
 SECRET = "hf_do-not-show"
+Told = dict[str, Answer | list[Answer]]
 CARDS = "read what GPUs can do"
 
 SYSTEMCTL = """
@@ -148,7 +150,8 @@ def test_what_its_present_run_says(home: Path, session: Session) -> None:
     lines = ["noise", without_file(), "Decode batch", with_file(rank=1), with_file(rank=1)]
     (home / "journal").write_text("\n".join([*lines, ""]))
 
-    assert [(x.rank, x.found) for x in read_lookups(session, UNIT)] == [(0, "none"), (1, "own")]
+    found = [(x.rank, x.found) for x in read_lookups(session, UNIT)]
+    assert found == [("TP0", "none"), ("TP1", "own")]
 
 
 def test_all_kinds_of_lines_are_let_through(home: Path, session: Session) -> None:
@@ -179,7 +182,8 @@ def test_of_a_long_log_the_last_lines_are_read(home: Path, session: Session) -> 
     lines = [with_file(rank=rank) for rank in range(600)]
     (home / "journal").write_text("\n".join([*lines, ""]))
 
-    assert [x.rank for x in read_lookups(session, UNIT)] == list(range(100, 600))
+    found = [x.rank for x in read_lookups(session, UNIT)]
+    assert found == [f"TP{rank}" for rank in range(100, 600)]
 
 
 # Its GPUs.
@@ -215,7 +219,8 @@ def test_a_driver_that_tells_it_is_asked_once() -> None:
 
 @pytest.mark.parametrize("code", [2, 1, 6])
 def test_a_driver_that_does_not(code: int) -> None:
-    told = {CARDS: [{"gpus": Section("gpu no field", code)}, {"gpus": "gpu 0, NVIDIA L40S"}]}
+    unknown: Answer = {"gpus": Section("gpu no field", code)}
+    told: Told = {CARDS: [unknown, {"gpus": "gpu 0, NVIDIA L40S"}]}
     made = moe_scene(told)
 
     assert read_devices(made.session) == [Device(0, "NVIDIA_L40S")]
@@ -227,7 +232,7 @@ def test_a_driver_that_does_not(code: int) -> None:
 
 
 def test_a_warning_is_no_refusal() -> None:
-    told = {CARDS: {"gpus": Section("gpu 0, NVIDIA L40S, 8.9", 14)}}
+    told: Told = {CARDS: {"gpus": Section("gpu 0, NVIDIA L40S, 8.9", 14)}}
 
     assert read_devices(moe_scene(told).session) == [Device(0, "NVIDIA_L40S", (8, 9))]
 

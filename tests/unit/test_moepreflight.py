@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_reclaim.moeconfigs import GRID, Row, Table, chosen
-from gpu_reclaim.moefinding import PRESENT, TUNED, MoeFound
+from gpu_reclaim.moefound import PRESENT, TUNED, MoeFound
 from gpu_reclaim.moepreflight import (
     LOG_PAUSE_S,
     LOG_TRIES,
@@ -227,24 +227,27 @@ def test_a_journal_that_lags_is_waited_for(moe: MoeFound) -> None:
 
 
 WRONG: dict[str, tuple[list[str], list[str]]] = {
-    "nothing": ([], [f"rank {n} tells of no config file" for n in range(4)]),
-    "one rank is missing": (["@0", "@1", "@3"], ["rank 2 tells of no config file"]),
+    "nothing": ([], [f"rank TP{n} tells of no config file" for n in range(4)]),
+    "one rank is missing": (["@0", "@1", "@3"], ["rank TP2 tells of no config file"]),
     "one rank has another": (
         ["@0", "@1", "@2", with_file(rank=3)],
-        [f"rank 3 tells of {path_of()}"],
+        [f"rank TP3 tells of {path_of()}"],
     ),
     "one rank uses its default": (
         ["@0", without_file(rank=1), "@2", "@3"],
-        [f"rank 1 tells of no file, looking for {path_of()}"],
+        [f"rank TP1 tells of no file, looking for {path_of()}"],
     ),
     "one has both": (
         ["@0", "@1", "@2", "@3", with_file(rank=3)],
-        [f"rank 3 tells of {path_of()} and @"],
+        [f"rank TP3 tells of {path_of()} and @"],
     ),
-    "a rank too many": (["@0", "@1", "@2", "@3", "@4"], ["rank 4 tells of @"]),
+    "a rank too many": (["@0", "@1", "@2", "@3", "@4"], ["rank TP4 tells of @"]),
     "without ranks": (
         [with_file().replace(" TP0", "")],
-        ["its log tells of " + path_of(), *(f"rank {n} tells of no config file" for n in range(4))],
+        [
+            "its log tells of " + path_of(),
+            *(f"rank TP{n} tells of no config file" for n in range(4)),
+        ],
     ),
 }
 
@@ -265,7 +268,7 @@ def test_the_present_arm_says_what_it_said_before(moe: MoeFound) -> None:
 
     assert trial(moe, logged(*before), arm=PRESENT) == ([], 0)
     wrong, _ = trial(moe, logged(*ours(moe, 0, 1, 2, 3)), arm=PRESENT)
-    assert wrong == [f"rank {n} tells of {path_of(base=base(moe))}" for n in range(4)]
+    assert wrong == [f"rank TP{n} tells of {path_of(base=base(moe))}" for n in range(4)]
 
 
 def test_a_server_that_is_another_besides(moe: MoeFound) -> None:
@@ -277,7 +280,7 @@ def test_a_server_that_is_another_besides(moe: MoeFound) -> None:
 def test_afterwards_it_is_proven_in_the_same_way(moe: MoeFound) -> None:
     made = moe_scene({LOG: logged(*ours(moe, 0, 1, 2))})
 
-    assert trials(moe).wrong_now(made.session, TUNED) == ["rank 3 tells of no config file"]
+    assert trials(moe).wrong_now(made.session, TUNED) == ["rank TP3 tells of no config file"]
     assert made.writes == []
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from gpu_reclaim import jobs
-from gpu_reclaim.commands import Script
+from gpu_reclaim.commands import PATHS, Script
 from gpu_reclaim.errors import BadInput, CommandFailed, LinkLost
 from gpu_reclaim.moeconfigs import Table, text_of
-from gpu_reclaim.moefinding import MoeFound
-from gpu_reclaim.moestage import KERNEL_LIMIT_S, SPACE_FILE, Window, last_line, time_kernels, tune
+from gpu_reclaim.moefound import MoeFound
+from gpu_reclaim.moejobs import KERNEL_LIMIT_S, SPACE_FILE
+from gpu_reclaim.moestage import Window, last_line, time_kernels, tune
 from gpu_reclaim.session import Session
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
@@ -180,7 +181,7 @@ def test_what_a_job_is_told(host: StageHost) -> None:
     assert "timeout -k 5 5400 /opt/sglang/bin/python /src/sglang/benchmark/" in body
     assert f"--search-space-file {folder}" in body
     found = env(body)
-    assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/opt/bin", "1")
+    assert (found["PATH"], found["HF_HUB_OFFLINE"]) == (f"/opt/bin:{PATHS}", "1")
     assert found["RAY_TMPDIR"] == "/run/gpu-reclaim/ray-64"
     assert found["TRITON_CACHE_DIR"].endswith("/64/cache/triton")
     assert (found["CUDA_DEVICE_ORDER"], found[jobs.GPU]) == ("PCI_BUS_ID", "0")

@@ -47,7 +47,7 @@ def started(server: Server, flags: str = "", **environment: str) -> list[str]:
 def test_every_rank_says_what_it_found(server: Server) -> None:
     lines = started(server)
     found = lookups(lines)
-    assert {each.rank for each in found} == {0, 1, 2, 3}
+    assert {each.rank for each in found} == {"TP0", "TP1", "TP2", "TP3"}
     assert {(each.found, str(each.name)) for each in found} == {
         ("none", MOE_FILE),
         ("none", MOE_FILE.replace(".json", "_down.json")),
@@ -100,7 +100,7 @@ def test_a_table_is_used_and_said(server: Server, tmp_path: Path) -> None:
     path = write_moe_table(tmp_path, BEST)
     found = lookups(started(server, SGLANG_MOE_CONFIG_DIR=str(tmp_path)))
     assert [(each.used, each.rank) for each in found if each.found == "own"] == [
-        (str(path), rank) for rank in range(4)
+        (str(path), f"TP{rank}") for rank in range(4)
     ]
 
 

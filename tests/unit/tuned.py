@@ -44,6 +44,8 @@ FLAGS = (
 )
 HEAD = "/opt/sglang/bin/python -m sglang.launch_server"
 FILE = f"/etc/systemd/system/{UNIT}"
+PRINT = "4038 99"
+"""Checksum of its files."""
 
 INFO: dict[str, Any] = {
     "version": "0.5.9",
@@ -115,6 +117,7 @@ def before(**more: Any) -> SpecPreflight:
         refused={"NEXTN 0/1/0": "without steps, top k must not be given either"},
         parts={"unit": UNIT},
         place=f"/var/lib/gpu-reclaim-tuning/{UNIT}/0123456789ab",
+        files=PRINT,
         command=ServerCommand(UNIT, FILE, HEAD, "", variables=False, flags=FLAGS),
         settings={str(one): one for one in trials},
         running=64,
@@ -156,7 +159,12 @@ def benched(record: Mapping[str, object] | None = None, code: int = 0, said: str
 
 
 def shown(
-    flags: Sequence[str] = FLAGS, reload: str = "no", drop_in: str = "", *, fixed: bool = False
+    flags: Sequence[str] = FLAGS,
+    reload: str = "no",
+    drop_in: str = "",
+    *,
+    fixed: bool = False,
+    files: str = PRINT,
 ) -> Answer:
     """What is printed about the unit, its file and its main process.
 
@@ -171,6 +179,7 @@ def shown(
     if drop_in:
         lines += ["file ", f"file # {drop_in}", "file [Service]", "file ExecStart=", command]
     lines += ["fixed yes"] if fixed else []
+    lines += [f"print {files}"]
     return {"unit": "\n".join([*lines, f"argv {argv}", "exe /opt/sglang/bin/python"])}
 
 
