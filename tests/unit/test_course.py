@@ -46,6 +46,20 @@ def test_what_comes_next_follows_from_what_was_measured() -> None:
     assert played().turn is None
 
 
+@pytest.mark.parametrize(
+    ("limit", "reserve_s", "goes_on"),
+    [(0, 1e9, True), (2, 0, True), (2, 50, True), (2, 70, False), (1, 0, True), (0.5, 0, False)],
+)
+def test_a_visit_ends_with_so_much_time_left(
+    limit: float, reserve_s: float, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put back at last needs some time too."""
+    monkeypatch.setattr(Tuning, "visit_s", 59)
+    plan = PLAN.model_copy(update={"max_minutes": limit})
+
+    assert bool(tuning(plan=plan, reserve_s=reserve_s).turn) == goes_on
+
+
 def test_the_most_minutes_are_guessed_at_first() -> None:
     made = tuning()
 

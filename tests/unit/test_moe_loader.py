@@ -22,6 +22,7 @@ from gpu_reclaim.moeconfigs import (
     parse_name,
     parse_table,
     text_of,
+    usable_rows,
 )
 from gpu_reclaim.moelog import Lookup, lookups
 from lab.bench_site import bench_site
@@ -68,7 +69,7 @@ def load(site: Path, name: ConfigName, folder: Path | None = None, **more: Any) 
 
 def test_every_file_it_ships_for_nvidia_gpus_is_read(site: Path) -> None:
     """One of them is wrong by its own kernel: it steps over two quantized blocks at once."""
-    refused, read = [], 0
+    refused, read, wrong = [], 0, []
     for path in sorted((site / MOE_CONFIGS).glob("triton_*/E=*NVIDIA*.json")):
         name = parse_name(path.name)
         assert name is not None, path.name
@@ -77,6 +78,7 @@ def test_every_file_it_ships_for_nvidia_gpus_is_read(site: Path) -> None:
             table = parse_table(path.read_text(), name)
         except BadInput as error:
             refused.append(error.message)
+            wrong.append((path, name))
         else:
             read += 1
             assert parse_table(text_of(table), name) == table
@@ -84,6 +86,12 @@ def test_every_file_it_ships_for_nvidia_gpus_is_read(site: Path) -> None:
     assert [message.split(".json ")[1] for message in refused] == [
         "has BLOCK_SIZE_K = 256 at 64, and quantized blocks of 128"
     ]
+    # A server that uses it is tuned all the same: its other rows are usable.
+    ((path, name),) = wrong
+    rows = {int(key): row for key, row in json.loads(path.read_text()).items()}
+    usable = {key: row for key, row in rows.items() if row["BLOCK_SIZE_K"] != 256}
+    assert usable_rows(path.read_text(), name) == usable
+    assert set(rows) - set(usable) == {64, 128, 256, 512}
 
 
 @pytest.mark.parametrize(

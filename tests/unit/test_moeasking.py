@@ -106,6 +106,15 @@ def test_a_shape(host: Host) -> None:
     }
 
 
+@pytest.mark.parametrize("block", ["None", "[]", "[0, 128]", "[128, 0]"])
+def test_blocks_with_a_zero_are_none(host: Host, block: str) -> None:
+    host.common(COMMON.replace("[128, 128]", block))
+
+    found = host.shape()
+    assert isinstance(found, Shape)
+    assert found.block_shape is None
+
+
 def test_an_older_checkout_is_asked_for_what_it_knows(host: Host) -> None:
     host.common(parameters="model_name, tp_size")
 

@@ -18,6 +18,7 @@ from gpu_reclaim.moeconfigs import (
     parse_name,
     parse_table,
     text_of,
+    usable_rows,
 )
 
 GPU = "NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition"
@@ -170,3 +171,31 @@ def test_no_size_that_was_not_tuned_gets_another_row(
     assert set(found) == {*GRID, *before, *tuned}
     for size in found:
         assert chosen(found, size) == (tuned[size] if size in tuned else chosen(before, size))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"2": {**ROW, "BLOCK_SIZE_N": 96}},
+        {"2": {**ROW, "BLOCK_SIZE_K": 256}},
+        {"2": {}, "x": ROW, "3": 5},
+    ],
+)
+def test_rows_that_the_kernel_cannot_run_are_dropped_and_no_others(bad: dict[str, object]) -> None:
+    text = json.dumps({"1": ROW, **bad, "64": {**ROW, "num_warps": 8}})
+
+    assert usable_rows(text, BLOCKS) == {1: ROW, 64: {**ROW, "num_warps": 8}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is no JSON"),
+        ("[]", "has no rows"),
+        ("{}", "has no rows"),
+        (json.dumps({"1": {**ROW, "BLOCK_SIZE_N": 96}}), "BLOCK_SIZE_N = 96 at 1"),
+    ],
+)
+def test_no_row_is_left(text: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        usable_rows(text, PLAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,7 @@ CARDS, ENV, ROWS = (
     "read a part of its environment",
     "ask for its default rows",
 )
-UNIT_OF = "read its command line"
+UNIT_OF, SEEN = "read its command line", "look what it sees"
 
 
 def plan(**changes: Any) -> MoeTunePlan:
@@ -104,6 +105,37 @@ REFUSED: dict[str, tuple[Told, str]] = {
     "deterministic": (
         info(enable_deterministic_inference=True),
         "runs with deterministic inference, which reads no configs",
+    ),
+    **{
+        f"too quiet: {level}": (
+            info(log_level=level),
+            f"runs with --log-level {level}, so it does not say which configs it uses",
+        )
+        for level in ("warning", "error", "critical")
+    },
+    "one of several hosts": (info(nnodes=2), "is a part of a server on several hosts"),
+    "somebody else's folder": (
+        {LOG: logged(without_file(base="/o"))},
+        f"looks for configs in /o, which is neither its package's folder \\({PACKAGE}\\) nor one",
+    ),
+    "a container": (
+        {SEEN: {"seen": f"other {PACKAGE}/configs\nother /var/lib"}},
+        f"{UNIT} does not see {PACKAGE}/configs and /var/lib as the host does",
+    ),
+    "another root": ({SEEN: {"seen": "other /var/lib"}}, "does not see /var/lib as the host does"),
+    "no flag for channels": (
+        {
+            LOG: logged(without_file(replace(NAME, dtype="fp8_w8a8", per_channel=True))),
+            SCRIPT: script_answer(without=["--per-channel-quant"]),
+        },
+        "does not know --per-channel-quant",
+    ),
+    "no flag for shared experts": (
+        {
+            **info(disable_shared_experts_fusion=True),
+            SCRIPT: script_answer(without=["--disable-shared-experts-fusion"]),
+        },
+        "does not know --disable-shared-experts-fusion",
     ),
     "no line": (
         {LOG: logged("Decode batch")},
@@ -246,6 +278,17 @@ FINE: dict[str, Told] = {
         ENV: environment("SGLANG_MOE_CONFIG_DIR=/o", of_unit="1"),
         LOG: logged(without_file(base="/o")),
     },
+    "a folder of the unit's, with a slash": {
+        ENV: environment("SGLANG_MOE_CONFIG_DIR=/o/", of_unit="1"),
+        LOG: logged(without_file(base="/o")),
+    },
+    "a package without a folder of configs": {
+        SCRIPT: script_answer(SEARCH, configs=""),
+        LOG: logged(without_file(base="/o")),
+    },
+    "it talks": info(log_level="info"),
+    "on one host": info(nnodes=1),
+    "blocks with a zero are none in a name": {SHAPE_OF: shape_answer(block_shape=[0, 128])},
     "GPUs of two kinds": {CARDS: gpus_answer("NVIDIA L40S", GPU)},
 }
 
@@ -256,6 +299,82 @@ def test_what_speaks_against_nothing(name: str) -> None:
 
     assert {x.name for x in seen.lookups} == {NAME}
     assert {x.name for x in seen.devices} == {NAME.device}
+
+
+def asked(body: str, word: str) -> int:
+    """A number or a truth value that is asked for by that name."""
+    found = re.findall(rf'\\"{word}\\": (\w+)', body)
+    return {"true": 1, "false": 0}.get(found[0], -1)
+
+
+BOTH = [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "answers", "fusions", "no_fusion"),
+    [
+        (False, [shape_answer()], [0], False),
+        # The server may leave the fusion out by itself.
+        (False, [shape_answer(experts=257), shape_answer()], BOTH, True),
+        (False, [{"shape": "said KeyError: x"}, shape_answer()], BOTH, True),
+        (True, [shape_answer()], [1], True),
+    ],
+)
+def test_a_shared_expert_is_one_more_where_it_is_fused(
+    said: bool, answers: list[Answer], fusions: list[int], no_fusion: bool
+) -> None:
+    made = moe_scene({**info(disable_shared_experts_fusion=said), SHAPE_OF: answers})
+    seen = moe_preflight(made.session, SERVED, PLAN, [])
+
+    bodies = [x.sections["shape"] for x in made.direct.asked if x.name == SHAPE_OF]
+    assert [asked(x, "disable_shared_experts_fusion") for x in bodies] == fusions
+    assert (seen.shape.experts, seen.no_fusion) == (256, no_fusion)
+    words = seen.script(4, tune=True)
+    assert ("--disable-shared-experts-fusion" in words) == no_fusion
+
+
+@pytest.mark.parametrize(
+    ("said", "answers", "words"),
+    [
+        (False, [shape_answer(experts=257), shape_answer(experts=258)], "a file for E=257"),
+        (False, [shape_answer(experts=257), {"shape": "said no"}], "a file for E=257"),
+        (False, [{"shape": "said no"}, shape_answer(experts=257)], "cannot make out the model"),
+        (True, [shape_answer(experts=257), shape_answer()], "a file for E=257"),
+    ],
+)
+def test_neither_with_nor_without_it(said: bool, answers: list[Answer], words: str) -> None:
+    """What was found first is told: the flag is what the server was started with."""
+    with pytest.raises(BadInput, match=words):
+        moe_found({**info(disable_shared_experts_fusion=said), SHAPE_OF: answers})
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "refused"),
+    [("kernels", "int8_w8a8", True), ("kernels", "fp8_w8a8", False), ("tune", "int8_w8a8", False)],
+)
+def test_kernels_that_the_script_times_without_configs(
+    mode: str, dtype: str, refused: bool
+) -> None:
+    told = {LOG: logged(without_file(replace(NAME, dtype=dtype)))}
+    if not refused:
+        assert moe_found(told, plan(mode=mode)).name.dtype == dtype
+        return
+    with pytest.raises(BadInput, match="times int8_w8a8 kernels without their configs"):
+        moe_found(told, plan(mode=mode))
+
+
+def test_only_what_is_asked_of_the_script_must_be_known() -> None:
+    quiet = ["--per-channel-quant", "--disable-shared-experts-fusion"]
+    assert moe_found({SCRIPT: script_answer(without=quiet)}).name == NAME
+
+
+def test_what_its_folders_are_is_asked_of_its_process() -> None:
+    made = moe_scene()
+    moe_preflight(made.session, SERVED, PLAN, [])
+    body = next(x for x in made.direct.asked if x.name == SEEN).sections["seen"]
+
+    assert f'root"{PACKAGE}/configs)' in body
+    assert 'root"/var/lib)' in body
 
 
 def test_only_the_gpus_of_the_policy_tune() -> None:
@@ -281,6 +400,15 @@ def test_the_file_of_another_triton_is_in_use() -> None:
     assert (seen.before, seen.triton, seen.base) == (GOOD, "3.6.0", PACKAGE)
 
 
+def test_rows_in_use_that_no_kernel_takes_are_passed_over() -> None:
+    """The server goes by the others; and SGLang ships one such row itself."""
+    made = moe_scene({LOG: logged(with_file())})
+    text = file_of({**GOOD, 8: {**ROW, "BLOCK_SIZE_M": 17}})
+    made.host.files[path_of()] = text.encode()  # type: ignore[attr-defined]
+
+    assert moe_preflight(made.session, SERVED, PLAN, []).before == GOOD
+
+
 def test_a_file_in_use_that_no_kernel_takes_is_told() -> None:
     made = moe_scene({LOG: logged(with_file())})
     made.host.files[path_of()] = b"{}"  # type: ignore[attr-defined]
@@ -297,6 +425,11 @@ def test_a_file_in_use_that_no_kernel_takes_is_told() -> None:
         ({"max_running_requests": 8}, {}, (4, 32, 8192)),
         ({"max_running_requests": None, "internal_states": []}, {"levels": [64]}, (256, 8192)),
         ({}, {"batch_sizes": [64, 2, 64]}, (2, 64)),
+        # The experts see the tokens of all ranks of DP attention together.
+        ({"dp_size": 2, "enable_dp_attention": True}, {}, (4, 64, 16384)),
+        # Each replica has requests of its own.
+        ({"dp_size": 2}, {}, (4, 32, 8192)),
+        ({"dp_size": 3, "enable_dp_attention": False}, {"levels": [2, 16]}, (4, 24, 8192)),
     ],
 )
 def test_sizes(more: dict[str, object], change: dict[str, Any], sizes: tuple[int, ...]) -> None:
@@ -450,8 +583,13 @@ def test_no_key_is_told() -> None:
 
 
 def test_a_row_of_the_default_for_each_usual_size() -> None:
-    seen = moe_found()
+    made = moe_scene()
+    seen = moe_preflight(made.session, SERVED, PLAN, [])
+    body = next(x for x in made.direct.asked if x.name == ROWS).sections["rows"]
+    sizes = re.findall(r'\\"sizes\\": \[([0-9, ]+)\]', body)
 
+    # SGLang's rule changes where there are more tokens than experts.
+    assert [int(x) for x in sizes[0].split(", ")] == sorted({*GRID, 256, 257})
     assert tuple(seen.before) == GRID
     assert seen.row_before(100_000) == chosen(defaults(), 4096)
     assert "at M = 4 a layer reads" in seen.expectation

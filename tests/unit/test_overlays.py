@@ -36,7 +36,7 @@ class Host:
 
     @property
     def places(self) -> Places:
-        return Places(lib=str(self.home / "var lib"))
+        return Places(str(self.home / "run"), str(self.home / "var lib"), str(self.home / "etc"))
 
     @property
     def root(self) -> Path:
@@ -263,6 +263,33 @@ def test_what_is_named_stays(host: Host) -> None:
 
     assert [x.name for x in host.root.iterdir()] == ["aaa"]
     assert (beside.is_dir(), host.base.is_dir()) == (True, True)
+
+
+@pytest.mark.parametrize("where", ["etc", "run"])
+@pytest.mark.parametrize("name", ["zz-gpu-reclaim-moe.conf", "10-own.conf", "old.conf.bak"])
+def test_what_a_drop_in_names_stays(host: Host, where: str, name: str) -> None:
+    """One of the same name hides it now, and may be gone tomorrow."""
+    for entry in ("aaa", "bbb"):
+        (host.root / entry / "configs").mkdir(parents=True)
+    file = host.home / where / f"systemd/system/{UNIT}.d" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(overlays.drop_in(UNIT, f"{host.root}/aaa"))
+    host.tidy()
+    assert [x.name for x in host.root.iterdir()] == ["aaa"]
+
+    file.unlink()
+    host.tidy()
+    assert not host.root.exists()
+
+
+def test_another_units_drop_in_is_not_asked(host: Host) -> None:
+    (host.root / "aaa/configs").mkdir(parents=True)
+    file = host.home / "etc/systemd/system/other.service.d/x.conf"
+    file.parent.mkdir(parents=True)
+    file.write_text(overlays.drop_in(UNIT, f"{host.root}/aaa"))
+    host.tidy()
+
+    assert not host.root.exists()
 
 
 def test_an_empty_folder_goes(host: Host) -> None:
