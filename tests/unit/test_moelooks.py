@@ -48,7 +48,7 @@ esac
 """
 JOURNALCTL = """
 for word in "$@"; do :; done
-[ "$word" = "_SYSTEMD_INVOCATION_ID=0123abc" ] && cat '@HOME@/journal'
+case "$word" in *_INVOCATION_ID=0123abc | *_INVOCATION_ID=) cat '@HOME@/journal';; esac
 """
 
 
