@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpu_reclaim.lease import HOST, Places
+from gpu_reclaim.lease import HOST, TRIAL_FILE, Places
 from gpu_reclaim.moeconfigs import ConfigName
 
 VARIABLE = "SGLANG_MOE_CONFIG_DIR"
@@ -46,12 +46,19 @@ mkdir -p "$new/configs/triton_$TRITON" &&
 """
 
 _TIDY = r"""
+named() {
+  for file in "$ETC/$UNIT.d"/* "$UNITS/$UNIT.d"/*; do
+    [ -f "$file" ] && [ "${file##*/}" != "$TRIAL" ] || continue
+    ! grep -qF -- "$1" "$file" || return 0
+  done
+  return 1
+}
 [ -d "$ROOT" ] || exit 0
 for entry in "$ROOT"/*; do
   [ -e "$entry" ] || continue
   case "$KEPT" in *" ${entry##*/} "*) continue;; esac
-  # A drop-in that is hidden now, by one of the same name, may count again.
-  ! grep -rqsF -- "$entry" "$ETC/$UNIT.d" "$UNITS/$UNIT.d" || continue
+  # A drop-in that is hidden now, by one of the same name, may count again; a trial's will not.
+  ! named "$entry" || continue
   rm -rf -- "$entry"
 done
 for folder in "$ROOT" "${ROOT%/*}"; do
@@ -101,6 +108,7 @@ def tidy(unit: str, kept: list[str], places: Places = HOST) -> str:
         "UNIT": unit,
         "ETC": f"{places.etc}/systemd/system",
         "UNITS": f"{places.run}/systemd/system",
+        "TRIAL": TRIAL_FILE,
     }
     return f"{_set(values)}\n{_TIDY}"
 

@@ -145,7 +145,8 @@ def test_neutral_ones_are_rolled_back_with_the_sentence(lab: Lab) -> None:
 
 @pytest.mark.exhaustive
 def test_quick_and_wrong_ones_are_rejected(lab: Lab) -> None:
-    serve(lab, GOOD | {"moe_garbage": True})
+    # So slow that eight answers are under way at the same time, however busy this machine is.
+    serve(lab, GOOD | {"moe_garbage": True, "tokens_per_s": 300})
     report = tuned(lab, batch_sizes=[DECODE])
     assert (report.outcome, arms(report)["tuned"].state) == ("kept", "rejected")
     assert default(lab)
@@ -173,11 +174,11 @@ def test_every_failure_of_a_size_is_told_and_the_rest_goes_on(lab: Lab) -> None:
     assert BEST_16.items() <= found[DECODE].row.items()
     assert report.outcome == "found"
     assert default(lab)
-    # What failed is not tried again, but for what had too little time.
+    # What failed for good is not tried again, unless it had too little time.
     again = tuned(
         lab, mode="plan", batch_sizes=[*FAULTS, DECODE], apply="never", size_timeout_minutes=1
     )
-    assert "2 of them are missing" in again.summary
+    assert "3 of them are missing" in again.summary
 
 
 @pytest.mark.exhaustive
@@ -223,14 +224,14 @@ def test_kernels_alone_are_timed(lab: Lab) -> None:
 
 @pytest.mark.exhaustive
 def test_a_window_ends_the_stage_and_the_next_run_goes_on(lab: Lab) -> None:
-    serve(lab, GOOD, script={"seconds": 8})
-    six = [1, 2, 4, 8, DECODE, 32]
-    first = tuned(lab, batch_sizes=six, window_minutes=0.9)
+    serve(lab, GOOD, script={"seconds": 20})
+    many, limit = [*range(1, 17)], 0.6
+    first = tuned(lab, batch_sizes=many, window_minutes=2, size_timeout_minutes=limit)
     assert first.outcome == "unfinished"
     done = [size.tokens for size in first.sizes]
-    assert 0 < len(done) < len(six), first
+    assert 0 < len(done) < len(many), first
     assert default(lab)
-    second = tuned(lab, batch_sizes=six)
+    second = tuned(lab, batch_sizes=many, size_timeout_minutes=limit)
     assert second.outcome == "replaced"
     assert [x.at for x in second.sizes if x.tokens in done] == [x.at for x in first.sizes]
 
@@ -276,6 +277,10 @@ def test_a_moe_plan_stops_nothing(lab: Lab) -> None:
     assert lab.attach("ls /var/lib/gpu-reclaim-moe").returncode != 0
 
 
+UNTUNED = (f"start job moe-{DECODE}", "look at the jobs")
+"""Killed there, the batch size is not tuned yet."""
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("at", "when"),
@@ -293,7 +298,8 @@ def test_a_killed_tuning_is_put_back_and_the_next_one_goes_on(
     lab: Lab, prefect: Prefect, tmp_path: Path, at: str, when: Literal["during", "after"]
 ) -> None:
     with temporary_settings({PREFECT_API_URL: prefect.url}):
-        serve(lab, GOOD, script={"seconds": 2})
+        # So long that a script which nobody waits for any more is not done by itself.
+        serve(lab, GOOD, script={"seconds": 15 if at in UNTUNED else 1})
     deployment = prefect.deploy("gpu_reclaim.flows.moe.moe_autotune")
     asked = {
         "server": "llm",
@@ -315,5 +321,5 @@ def test_a_killed_tuning_is_put_back_and_the_next_one_goes_on(
     assert prefect.wait(run, timeout=400).type == StateType.COMPLETED
     assert tunings.drop_ins(lab) == [FILE]
     tuned_again = f"start job moe-{DECODE}" in again.names
-    assert tuned_again is (at in (f"start job moe-{DECODE}", "look at the jobs"))
+    assert tuned_again is (at in UNTUNED)
     assert holds.traces(lab) == []

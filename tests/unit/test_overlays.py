@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpu_reclaim import overlays
-from gpu_reclaim.lease import Places
+from gpu_reclaim.lease import TRIAL_FILE, Places
 from gpu_reclaim.moeconfigs import ConfigName, chosen, parse_table, text_of
 from gpu_reclaim.moelog import lookups
 from lab.bench_site import bench_site
@@ -278,6 +278,15 @@ def test_what_a_drop_in_names_stays(host: Host, where: str, name: str) -> None:
     assert [x.name for x in host.root.iterdir()] == ["aaa"]
 
     file.unlink()
+    host.tidy()
+    assert not host.root.exists()
+
+
+def test_what_only_a_trial_names_goes(host: Host) -> None:
+    (host.root / "aaa/configs").mkdir(parents=True)
+    file = host.home / f"run/systemd/system/{UNIT}.d" / TRIAL_FILE
+    file.parent.mkdir(parents=True)
+    file.write_text(overlays.drop_in(UNIT, f"{host.root}/aaa"))
     host.tidy()
     assert not host.root.exists()
 

@@ -137,7 +137,7 @@ class Engine:
         def emit(tokens: int) -> None:
             nonlocal told
             # As many as run now decide which kernel it is.
-            if told == 0 and self._speed.wrong_words(self._running):
+            if self._speed.wrong_words(self._running):
                 asked.text.spoil()
             if stream:
                 reply.event(asked.event(tokens, told))
