@@ -191,7 +191,9 @@ def _size(session: Session, moe: MoeFound, tokens: int, done: Done) -> TunedSize
         words = _blotted(moe, done.text).split("\n")
         lines = [printable(line, limit=400) for line in words if line.strip()]
         detail = "\n".join(lines[-SAID_LINES:])
-        final = done.state.code in FINAL_CODES or moeoutput.is_final(done.text)
+        # At its limit one that is deaf to TERM is killed.
+        late = done.state.code == KILLED and not _killed_early(done)
+        final = done.state.code in FINAL_CODES or late or moeoutput.is_final(done.text)
         return size.model_copy(update={"failure": row, "detail": detail, "final": final})
     log.info("%s: batch size %d: %s", session.host, tokens, row)
     return size.model_copy(update={"row": row})
@@ -202,12 +204,8 @@ def _row(
 ) -> Mapping[str, int | bool] | str:
     """What the script found; or, as one sentence, why that cannot be used."""
     name, code = moe.name, done.state.code
-    if code is None:
-        return OUTSIDE
-    if code == KILLED and done.state.seconds < done.job.limit_s:
-        return "it was killed; perhaps the host ran out of memory"
     if code != 0:
-        return moeoutput.failure(code, _blotted(moe, done.text), done.job.limit_s)
+        return _failure(moe, done)
     if str(name) not in done.state.files:
         others = [file for file in done.state.files if file != SPACE_FILE]
         wrote = f"it wrote {printable(', '.join(others), limit=300)}" if others else "it wrote none"
@@ -220,6 +218,18 @@ def _row(
     if list(table) != [tokens]:
         return f"it was asked for {tokens}, and wrote {', '.join(map(str, table))}"
     return table[tokens]
+
+
+def _failure(moe: MoeFound, done: Done) -> str:
+    if done.state.code is None:
+        return OUTSIDE
+    if _killed_early(done):
+        return "it was killed; perhaps the host ran out of memory"
+    return moeoutput.failure(done.state.code, _blotted(moe, done.text), done.job.limit_s)
+
+
+def _killed_early(done: Done) -> bool:
+    return done.state.code == KILLED and done.state.seconds < done.job.limit_s
 
 
 def time_kernels(
@@ -265,9 +275,6 @@ def _kernel(session: Session, moe: MoeFound, what: tuple[str, int], done: Done) 
     if done.state.code == 0 and us is not None:
         log.info("%s: %s at %d tokens: %.1f us", session.host, arm, tokens, us)
         return KernelTime(arm=arm, tokens=tokens, us=us)
-    code = done.state.code
-    why = OUTSIDE if code is None else "it told no time"
-    if code:
-        why = moeoutput.failure(code, _blotted(moe, done.text), done.job.limit_s)
+    why = "it told no time" if done.state.code == 0 else _failure(moe, done)
     log.warning("%s: %s at %d tokens: %s", session.host, arm, tokens, why)
     return KernelTime(arm=arm, tokens=tokens, failure=why)
