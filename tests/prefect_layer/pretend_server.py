@@ -43,6 +43,7 @@ class PretendServer(PretendHost):
         conversations: In the file of prompts.
         book: The files of the logbook, by path.
         visits: The settings in the order of their starts.
+        files: Checksum of the unit's files.
     """
 
     speeds: dict[str, float] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class PretendServer(PretendHost):
     conversations: int = 500
     book: dict[str, str] = field(default_factory=dict)
     visits: list[str] = field(default_factory=list)
+    files: str = "4038 99"
 
     @property
     def arm(self) -> str:
@@ -141,6 +143,7 @@ class PretendServer(PretendHost):
                 *(f"file {line}" for line in lines),
                 f"argv {argv.encode().hex()}",
                 "exe /usr/bin/python3.11",
+                f"print {self.files}",
             ]
         )
 

@@ -114,6 +114,7 @@ def test_a_better_config_is_kept(pretend: PretendMoe, plain: None) -> None:
     assert [x for x in wrote if not x.startswith("end ")][:14] == [
         *(TAKE, STOP, PROVE, "start job moe-2", "start job moe-16"),
         *("write sizes.jsonl", "write sizes.jsonl", "start job moe-2048", "write sizes.jsonl"),
+        "remove caches",
         # Free again, whatever the script has left.
         *("remove caches", STOP, "make an overlay for tuned"),
         *("set the logbook aside", "start sglang.service on trial"),
@@ -291,6 +292,44 @@ def test_nothing_is_tuned_twice(pretend: PretendMoe, plain: None) -> None:
     pretend.jobs = {}
     assert tune(fresh=True).outcome == "kept"
     assert len(pretend.jobs) == 3
+
+
+@pytest.mark.parametrize(("name", "nth", "tuned"), [(STOP, 1, []), ("write sizes.jsonl", 3, SIZES)])
+def test_a_unit_that_was_edited_meanwhile_is_not_tuned(
+    pretend: PretendMoe, plain: None, name: str, nth: int, tuned: list[int]
+) -> None:
+    pretend.trouble = at(name, lambda: setattr(pretend, "files", "1 1"), nth=nth)
+    with pytest.raises(BadInput, match=r"sglang\.service was changed since it was looked at"):
+        tune()
+
+    assert (pretend.tuned, bool(pretend.jobs), pretend.visits) == (tuned, bool(tuned), [])
+    assert (BACK in pretend.wrote, all_as_before(pretend), slot_is_free()) == (True, True, True)
+
+
+def test_what_the_scripts_of_a_dead_run_have_finished_counts(
+    pretend: PretendMoe, plain: None
+) -> None:
+    pretend.trouble = at("write sizes.jsonl", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        tune()
+    assert (list(pretend.jobs), pretend.tuned) == (["moe-2", "moe-16"], [])
+
+    pretend.trouble = lambda _: None
+    report = tune()
+    assert ([x.tokens for x in report.sizes], list(pretend.jobs)[2:]) == (SIZES, ["moe-2048"])
+
+
+def test_what_is_finished_late_takes_the_place_of_a_failure_on_record(
+    pretend: PretendMoe, plain: None
+) -> None:
+    pretend.sizes = {16: "other size"}
+    assert [x.final for x in tune().sizes] == [False, True, False]
+    pretend.sizes, before = {}, dict(pretend.jobs)
+    report = tune()
+
+    assert pretend.jobs == before
+    found = sorted((x.tokens, bool(x.row)) for x in report.sizes)
+    assert found == [(tokens, True) for tokens in SIZES]
 
 
 @pytest.mark.parametrize("where", ["start job moe-2", "make an overlay for tuned", "measure at 8"])

@@ -280,6 +280,16 @@ def test_a_policy_that_only_plans_is_refused_untouched(pretend: PretendServer) -
     assert (pretend.wrote, pretend.stops) == ([], 0)
 
 
+def test_a_unit_that_was_edited_meanwhile_is_not_tuned(pretend: PretendServer) -> None:
+    """Another run may have been waited for, and have kept its winner."""
+    pretend.trouble = at(STOP, lambda: setattr(pretend, "files", "1 1"))
+    with pytest.raises(BadInput, match=r"sglang\.service was changed since it was looked at"):
+        tune(2)
+
+    assert (pretend.visits, pretend.measured, BACK in pretend.wrote) == ([], [], True)
+    assert (all_as_before(pretend), slot_is_free()) == (True, True)
+
+
 # The logbook.
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from gpu_reclaim.commands import Section
 from gpu_reclaim.errors import BadAnswer, BadInput
 from gpu_reclaim.execstart import locate
-from gpu_reclaim.lease import places_in
+from gpu_reclaim.lease import TRIAL_FILE, places_in
 from gpu_reclaim.servercommand import ServerCommand, drop_in, hides_secrets
 from gpu_reclaim.serverunit import Unit, parse_server, show_server
 from gpu_reclaim.shellwords import shell_words
@@ -648,7 +649,9 @@ def test_no_answer_breaks_its_parser(text: str) -> None:
 SYSTEMCTL = r"""
 case $* in
   *ghost*) echo "no such unit" >&2; exit 1;;
-  show*) printf 'LoadState=loaded\nFragmentPath=/x\nMainPID=%s\nNeedDaemonReload=no\n' "$PID";;
+  show*)
+    printf 'LoadState=loaded\nFragmentPath=%s\n' "${FILE-/x}"
+    printf 'MainPID=%s\nNeedDaemonReload=no\n' "$PID";;
   cat*) printf '# /x\n[Service]\nExecStart=a \\\n b\n';;
 esac
 """
@@ -697,6 +700,72 @@ def test_whether_a_drop_in_can_be_written_is_seen(tmp_path: Path) -> None:
     (tmp_path / "etc/systemd/system").mkdir(parents=True)
     section = here({"x": show_server("sglang", places)}).section("x")
     assert not parse_server(section, "sglang.service").fixed
+
+
+@pytest.fixture
+def edits(systemctl: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edits:
+    made = Edits(tmp_path)
+    monkeypatch.setenv("FILE", str(made.home / "it's a unit"))
+    made.write("it's a unit", "[Service]\nExecStart=/x\n")
+    made.write(f"{ETC}/override.conf", "[Service]\nNice=1\n")
+    return made
+
+
+ETC, RUN = (f"{x}systemd/system/sglang.service.d" for x in ("etc/", ""))
+
+
+@dataclass
+class Edits:
+    """A unit's files, and the checksum of them."""
+
+    home: Path
+
+    def write(self, name: str, text: str) -> None:
+        file = self.home / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    @property
+    def print(self) -> str:
+        text = show_server("sglang", places_in(str(self.home)))
+        return parse_server(here({"x": text}).section("x"), "sglang.service").print
+
+
+@pytest.mark.parametrize(
+    "name", ["50-gpu-reclaim-hold.conf", "gpu-reclaim-no-kill.conf", TRIAL_FILE, "note.txt"]
+)
+@pytest.mark.parametrize("folder", [ETC, RUN])
+def test_what_a_hold_or_a_trial_writes_is_no_edit(edits: Edits, folder: str, name: str) -> None:
+    before = edits.print
+    edits.write(f"{folder}/{name}", "[Service]\nRestart=no\n")
+
+    assert edits.print == before
+    assert re.fullmatch(r"\d+ \d+", before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "it's a unit",
+        f"{ETC}/override.conf",
+        f"{ETC}/10-new.conf",
+        f"{RUN}/10-new.conf",
+        # What another tuning has kept.
+        f"{ETC}/zz-gpu-reclaim.conf",
+        f"{RUN}/zz-gpu-reclaim.conf",
+        f"{ETC}/zz-gpu-reclaim-moe.conf",
+    ],
+)
+def test_every_other_edit_is_one(edits: Edits, name: str) -> None:
+    before = edits.print
+    edits.write(name, "[Service]\nNice=2\n")
+    assert edits.print != before
+
+
+def test_a_drop_in_that_is_gone_is_an_edit_too(edits: Edits) -> None:
+    before = edits.print
+    (edits.home / ETC / "override.conf").unlink()
+    assert edits.print != before
 
 
 @pytest.mark.usefixtures("systemctl")

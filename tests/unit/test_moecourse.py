@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpu_reclaim.course import GO_ON, RECLAIM_S, SEE_WHY, Tuning
-from gpu_reclaim.errors import HoldLost
+from gpu_reclaim.errors import BadInput, HoldLost
 from gpu_reclaim.models import ReclaimPolicy
 from gpu_reclaim.moecourse import WITHIN_NOISE, MoeTuning
 from gpu_reclaim.moefound import PRESENT, TUNED, MoeFound
@@ -90,7 +90,52 @@ def test_the_last_word_on_a_size_counts() -> None:
     assert [(x.tokens, x.failure) for x in made.planned().sizes] == [(4, ""), (64, "")]
 
 
+@pytest.mark.parametrize(
+    ("one", "counts"),
+    [
+        (size(4), True),
+        (size(4, "no file", final=True), True),
+        (size(4, "it crashed"), False),
+        (size(4, "it was ended from outside"), False),
+    ],
+)
+def test_a_failure_by_chance_does_not_count_in_the_next_run(one: TunedSize, counts: bool) -> None:
+    assert work().known([one, size(64)]) == [one, size(64)][not counts :]
+
+
 # How long.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "minutes", "plan", "refused"),
+    [
+        ([size(4, seconds=600)], 0, {}, ""),
+        ([size(4, seconds=600)], 60, {}, ""),
+        ([size(4, seconds=600)], 1, {}, "one batch size and the server's start"),
+        ([], 1, {"mode": "kernels"}, "a window of 1 min is too short"),
+        ([], 60, {"mode": "kernels"}, ""),
+        # Nothing is to be tuned: only trials, which have a limit of their own.
+        ([size(4), size(64), size(8192)], 1, {}, ""),
+        ([], 1, {"tune": False, "candidates": [CANDIDATE]}, ""),
+    ],
+)
+def test_a_window_that_is_too_short(
+    sizes: list[TunedSize], minutes: float, plan: dict[str, Any], refused: str
+) -> None:
+    made = work(*sizes, window_minutes=minutes, **plan)
+    if not refused:
+        made.check_window()
+        return
+    with pytest.raises(BadInput, match=refused) as caught:
+        made.check_window()
+    least = round((made.window().size_s + made.moe.found.start_s + RECLAIM_S) / 60)
+    assert f"expected to take {least} min" in caught.value.message
+    assert caught.value.remedy
+
+
+def test_trials_leave_time_to_start_the_service() -> None:
+    made = work()
+    assert made.trials().reserve_s == made.moe.found.start_s + RECLAIM_S > 0
 
 
 def test_a_size_is_guessed_at_first_and_measured_then() -> None:

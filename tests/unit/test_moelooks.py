@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from gpu_reclaim.moelooks import (
     read_environment,
     read_lookups,
     read_tables,
+    sees_the_same,
 )
 from gpu_reclaim.session import Session
 from gpu_reclaim.transport.scripted import Answer
@@ -141,6 +143,62 @@ def test_the_environment_of_a_unit_that_is_none(home: Path, session: Session) ->
     with server(home, {"PATH": "/bin"}):
         assert read_environment(session, UNIT) == Environment({"PATH": "/bin"})
         assert read_environment(session, "it's.service") == Environment()
+
+
+# What it is run with, and what it sees.
+
+
+@pytest.mark.parametrize(
+    ("values", "models"),
+    [
+        ({}, "/root/.cache/huggingface"),
+        ({"HOME": "/home/llm"}, "/home/llm/.cache/huggingface"),
+        ({"HF_HOME": "/models"}, "/models"),
+        ({"HOME": "/home/llm", "HF_HOME": "/models"}, "/models"),
+    ],
+)
+def test_scripts_see_the_models_of_its_user_and_leave_nothing_there(
+    values: dict[str, str], models: str
+) -> None:
+    own = {"HF_MODULES_CACHE": "/srv/modules", "HF_HUB_OFFLINE": "0", "PATH": "/opt/bin"}
+    found = Environment({**own, **values}).for_scripts
+
+    assert (found["HF_HOME"], found["HOME"], found["PATH"]) == (models, "/root", "/opt/bin")
+    assert found["HF_MODULES_CACHE"] == "/root/.cache/huggingface/modules"
+    assert (found["HF_HUB_OFFLINE"], found["PYTHONDONTWRITEBYTECODE"]) == ("1", "1")
+
+
+def test_it_sees_what_the_host_sees(home: Path, session: Session) -> None:
+    folder = home / "it's here"
+    folder.mkdir()
+    with server(home, {"PATH": "/bin"}):
+        assert sees_the_same(session, UNIT, [str(folder), "/", f"{home}/nowhere"]) == []
+
+
+@pytest.mark.parametrize("pid", ["0", "", "4194304999"])
+def test_no_process_sees_anything(home: Path, session: Session, pid: str) -> None:
+    (home / "pid").write_text(f"{pid}\n")
+
+    assert sees_the_same(session, UNIT, [str(home), "/"]) == [str(home), "/"]
+
+
+@pytest.mark.usefixtures("root")
+def test_a_root_of_its_own(home: Path, session: Session, tmp_path: Path) -> None:
+    """As in a container: what is of the same path there is another folder, or none."""
+    inside = tmp_path / "image"
+    (inside / "var/lib").mkdir(parents=True)
+    (inside / "own").mkdir()
+    text = "import os, sys, time; os.chroot(sys.argv[1]); print(1, flush=True); time.sleep(60)"
+    argv = [sys.executable, "-c", text, str(inside)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (home / "pid").write_text(f"{process.pid}\n")
+        paths = ["/var/lib", str(home), "/own", "/nowhere"]
+        found = sees_the_same(session, UNIT, paths)
+        process.kill()
+
+    assert found == paths[:-1]
 
 
 # Its log.

@@ -17,7 +17,7 @@ from gpu_reclaim.errors import BadInput, CommandFailed, LinkLost
 from gpu_reclaim.moeconfigs import Table, text_of
 from gpu_reclaim.moefound import MoeFound
 from gpu_reclaim.moejobs import KERNEL_LIMIT_S, SPACE_FILE
-from gpu_reclaim.moestage import Window, last_line, time_kernels, tune
+from gpu_reclaim.moestage import Window, harvest, last_line, time_kernels, tune
 from gpu_reclaim.session import Session
 from gpu_reclaim.transport.links import Links
 from gpu_reclaim.transport.scripted import Answer, ScriptedTransport
@@ -58,12 +58,14 @@ class StageHost:
         does: What a job does, by its name.
         started: Jobs in the order of their starts: their scripts, by name.
         ended: Names of those that were ended.
+        token: Of the hold that its jobs were started in.
         refuse: Called with each script first; what it returns is the answer.
     """
 
     does: dict[str, Ran] = field(default_factory=dict)
     started: dict[str, tuple[float, str]] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
+    token: str = "t"
     refuse: Callable[[Script], Answer | None] = lambda _: None
     clock: Clock = field(default_factory=Clock)
 
@@ -97,7 +99,11 @@ class StageHost:
             return f"{name} state inactive"
         ran, (began, body) = self._ran(name), self.started[name]
         over = self.clock.now >= began + ran.seconds
-        lines = [f"state {'inactive' if over else 'active'}", "token t", f"began {began}"]
+        lines = [
+            f"state {'inactive' if over else 'active'}",
+            f"token {self.token}",
+            f"began {began}",
+        ]
         lines += [f"now {min(self.clock.now, began + ran.seconds)}", f"gpu {env(body)[jobs.GPU]}"]
         lines += [f"from {offset}", f"hex {ran.text.encode()[offset:].hex()}"]
         if over:
@@ -238,6 +244,71 @@ def test_a_size_that_fails_and_the_rest_goes_on(host: StageHost, name: str) -> N
     assert (found[64].row, found[64].limit_s) == ({}, 5400)
     assert [found[m].row for m in (4, 8192)] == [BEST, BEST]
     assert host.ended == []
+
+
+SHARED = "shared memory, Required: 200704, Hardware limit: 101376"
+FINAL: dict[str, tuple[Ran, bool, str]] = {
+    "its limit": (Ran(124, seconds=5400), True, "it did not end within 5400 s"),
+    "its limit, and deaf to TERM": (Ran(137, seconds=5405), True, "it did not end within 5400 s"),
+    "killed before": (Ran(137, seconds=5399), False, "it was killed; perhaps the host ran out"),
+    "no row fits": (Ran(1, f"OutOfResources: {SHARED}"), True, "a row needs 200704 bytes"),
+    "a crash": (Ran(1, "ValueError: no"), False, "it ended with status 1: ValueError: no"),
+    "memory": (Ran(1, "torch.OutOfMemoryError: CUDA out of memory."), False, "a GPU had too"),
+    "a signal": (Ran(139, ""), False, "it ended with status 139"),
+    "from outside": (Ran(None, "x", seconds=30), False, "it was ended from outside"),
+    "no file": (Ran(files={}), True, WITHOUT),
+    "an empty file": (Ran(files={str(NAME): ""}), True, UNUSABLE),
+}
+
+
+@pytest.mark.parametrize("name", FINAL)
+def test_what_would_fail_again(host: StageHost, name: str) -> None:
+    host.does["moe-64"], final, why = FINAL[name]
+    (found,) = tuned(host, 64)
+
+    assert (found.final, found.row) == (final, {})
+    assert found.failure.startswith(why)
+
+
+def test_a_size_that_was_found_is_no_failure(host: StageHost) -> None:
+    (found,) = tuned(host, 64)
+
+    assert (found.final, found.failure) == (False, "")
+
+
+# What a dead run has left.
+
+
+@pytest.mark.parametrize(
+    ("ran", "rows"),
+    [
+        (Ran(), [BEST]),
+        (Ran(seconds=1e9), []),
+        (Ran(1), []),
+        (Ran(124), []),
+        (Ran(None), []),
+        (Ran(files={}), []),
+        (wrote({128: BEST}), []),
+        (wrote({64: {"BLOCK_SIZE_M": 16}}), []),
+    ],
+)
+def test_what_its_scripts_have_finished(
+    host: StageHost, ran: Ran, rows: list[dict[str, int | bool]]
+) -> None:
+    tuned(host, 4, 64)
+    before = list(host.started)
+    host.does["moe-64"], host.token = ran, "another"
+    found = harvest(host.session, MOE, [64, 8192])
+
+    assert [x.row for x in found] == rows
+    assert [(x.tokens, x.seconds, x.failure) for x in found] == [(64, 10, "")] * len(rows)
+    # Nothing is started or ended.
+    assert (list(host.started), host.ended) == (before, [])
+
+
+def test_nothing_is_left(host: StageHost) -> None:
+    assert harvest(host.session, MOE, [4, 64]) == []
+    assert harvest(host.session, MOE, []) == []
 
 
 def test_its_last_words_without_secrets(host: StageHost, caplog: pytest.LogCaptureFixture) -> None:
@@ -383,6 +454,8 @@ def test_the_folder_in_use_is_what_the_present_arm_is_timed_with(host: StageHost
     [
         (Ran(1, "ValueError: no"), "it ended with status 1: ValueError: no"),
         (Ran(124, ""), f"it did not end within {KERNEL_LIMIT_S} s"),
+        (Ran(137, "", seconds=KERNEL_LIMIT_S), f"it did not end within {KERNEL_LIMIT_S} s"),
+        (Ran(137, "", seconds=30), "it was killed; perhaps the host ran out of memory"),
         (Ran(None, "x", seconds=30), "it was ended from outside"),
         (Ran(text="Batch size: 8, config: {}\nKernel time: 3 us"), "it told no time"),
         (Ran(text="Batch size: 4, config: {}\nKernel time: nan us"), "it told no time"),
