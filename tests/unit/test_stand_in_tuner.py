@@ -115,9 +115,12 @@ def test_it_holds_the_gpus_that_it_sees_until_it_is_told_to_end(
 ) -> None:
     tuner.tell(seconds=30)
     process = tuner.start("--tp 4 --tune", **visible)
-    wait_until("it holds them", lambda: tuner.gpus() == gpus)
-    titles = sorted(title for pid, title in tuner.processes().items() if pid != process.pid)
-    assert titles == sorted(["gcs_server", "raylet", *["ray::BenchmarkWorker.tune"] * len(gpus)])
+    expected = sorted(["gcs_server", "raylet", *["ray::BenchmarkWorker.tune"] * len(gpus)])
+
+    def titles() -> list[str]:
+        return sorted(title for pid, title in tuner.processes().items() if pid != process.pid)
+
+    wait_until("it holds them", lambda: tuner.gpus() == gpus and titles() == expected)
     sessions = {os.getsid(pid) for pid in tuner.processes()}
     assert len(sessions) == len(gpus) + 3
     assert tuner.used_mib() == [
