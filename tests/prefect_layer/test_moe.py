@@ -116,7 +116,7 @@ def test_a_better_config_is_kept(pretend: PretendMoe, plain: None) -> None:
         *("write sizes.jsonl", "write sizes.jsonl", "start job moe-2048", "write sizes.jsonl"),
         "remove caches",
         # Free again, whatever the script has left.
-        *("remove caches", STOP, "make an overlay for tuned"),
+        *(STOP, "make an overlay for tuned"),
         *("set the logbook aside", "start sglang.service on trial"),
     ]
     # While the host is held: nobody else makes an overlay meanwhile.
