@@ -102,7 +102,7 @@ def parse_table(text: str, name: ConfigName) -> dict[int, dict[str, int | bool]]
 def usable_rows(text: str, name: ConfigName) -> dict[int, dict[str, int | bool]]:
     """The rows of a file that a server uses already, without those that its kernel cannot run.
 
-    SGLang itself ships a file with such a row (0.5.9, `triton_3_5_1`, E=512,N=256, H100).
+    SGLang itself ships a file with four such rows (0.5.9, `triton_3_5_1`, E=512,N=256, H100).
 
     Raises:
         BadInput: There is none left.
