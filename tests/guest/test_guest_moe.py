@@ -31,7 +31,8 @@ DECODE, PREFILL = 16, 8192
 """8 requests of 2 draft tokens each, and the stand-in's prefill chunk."""
 
 BEST_16 = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
-GOOD = {"moe_gain_pct": 40}
+GOOD = {"moe_gain_pct": 100}
+"""So much that a machine which is busy otherwise does not hide it."""
 
 
 @pytest.fixture(autouse=True)
