@@ -156,6 +156,7 @@ def test_a_winner_that_fails_at_its_last_start_is_not_kept(
     assert tunings.drop_ins(lab) == []
 
 
+@pytest.mark.exhaustive
 def test_a_plan_stops_nothing(lab: Lab) -> None:
     tunings.save(lab)
     tunings.serve(lab)
